@@ -112,7 +112,7 @@ def answer(gpu: hardware.Gpu, shape: Shape, one_call: bool = False) -> str:
     from jaxbench.ops.attention import cudnn as attention
     from jaxbench.plan.absent import compile_only_devices
 
-    seen, options = ask_cudnn.asked(gpu)
+    seen, options = ask_cudnn.for_compiler(gpu)
     scale, window = shape.key_dim**-0.5, shape.window or None
 
     def loss(query, key, value, *sinks):

@@ -217,7 +217,7 @@ def compiled(name: str, gpu_name: str, shape: str, dtype: str, product: str) -> 
     return {
         "FLOPs": sum(walk.program.flops().values()) / flops,
         "GB": sum(kernel.bytes * runs for _, kernel, runs in walk.kernels()) / 1e9,
-        "launches": schedule.kernels,
+        "launches": schedule.launches,
         "GiB": Memory.of(executable, gpu).temporaries / 2**30,
         "bound ms": schedule.step_s * 1e3,
     }

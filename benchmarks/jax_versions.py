@@ -6,8 +6,8 @@ bound, forecast and launches, by `plan --diff`.
 
 Each PYTHON belongs to an environment with this package's dependencies and the compiler (`.[plan]`).
 All plan this tree's code. The first is compared with each of the others. The status is 1 if a row
-got worse in one of them (`jaxbench.plan.sweep.difference`). Plans stay in results/jax_versions, so
-that an interrupted call can continue.
+got worse in one of them (`jaxbench.plan.sweep.compare_tables`). Plans stay in
+results/jax_versions, so that an interrupted call can continue.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def main() -> int:
     tables = {name: table_of(p, name, args) for name, p in zip(names, args.pythons, strict=True)}
     lines, worse = [], False
     for name in names[1:]:
-        moved, worse_here = sweep.difference(tables[names[0]], tables[name], args.percent)
+        moved, worse_here = sweep.compare_tables(tables[names[0]], tables[name], args.percent)
         lines += [f"jax {names[0]} -> {name}, {args.gpu}, {len(args.rows)} rows:", "", moved, ""]
         worse |= worse_here
     print("\n".join(lines))

@@ -158,7 +158,7 @@ class Result:
 def result(row: Row, folder: Path) -> Result:
     """The forecast of a row's stored programs."""
     stem = row.stem(folder)
-    own, counts = maxtext.path(stem), maxtext.scheduled(row.program, stem)
+    own, counts = maxtext.path(stem), maxtext.scheduled(stem)
     walk, first = maxtext.read(row.program, own)
     walk, step = maxtext.read(row.program, counts) if counts != own else (walk, first)
     return Result(row, walk, step, first, maxtext.facts(stem).believed)

@@ -171,7 +171,7 @@ def read(program: Program, file: Path) -> tuple[Walk, Forecast]:
     """The text of a compiled program in a file, and its forecast."""
     walk = Walk(hlo_file.parse(file, "--hlo")[1])
     gpu = placed(program.target, program.gpus)
-    return walk, forecast(walk, gpu, load(program.gpu), hlo_file.crossed)
+    return walk, forecast(walk, gpu, load(program.gpu), hlo_file.joined)
 
 
 def exposed(of: Forecast) -> float:
@@ -179,7 +179,7 @@ def exposed(of: Forecast) -> float:
     return sum(s for part, s in of.parts_s.items() if part.startswith("exposed"))
 
 
-def scheduled(program: Program, stem: Path) -> Path:
+def scheduled(stem: Path) -> Path:
     """The file with the schedule that counts: the guided one, if there is one."""
     guided = path(stem, "-guided.hlo.txt")
     return guided if guided.is_file() else path(stem)

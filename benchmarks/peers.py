@@ -32,7 +32,6 @@ import yaml
 from like_for_like import table
 from tables import replace_table
 
-from jaxbench.base.hardware import placed
 from jaxbench.plan import hlo_file, plan, processes, systems
 from jaxbench.plan.compiled_step import Step
 from jaxbench.recipe import recipes
@@ -158,7 +157,7 @@ def compile_missing(python: str, peer: Peer, folder: Path) -> None:
             error.write_text(str(reason))
             print(f"{peer.name}: {described(program)}: {str(reason).splitlines()[-1]}", flush=True)
             continue
-        found = theirs(program, stem, 1.0)
+        found = theirs(program, stem, peer.target, 1.0)
         print(f"{peer.name}: {described(program)}: {found.step_s:.3f} s, "
               f"{found.peak / 2**30:.0f} GiB", flush=True)  # fmt: skip
 
@@ -170,17 +169,16 @@ def described(program: maxtext.Program) -> str:
     return f"{mesh}, {program.options['remat_policy']}, batch {batch}"
 
 
-def theirs(program: maxtext.Program, stem: Path, needed: float) -> Side:
+def theirs(program: maxtext.Program, stem: Path, target: systems.Target, needed: float) -> Side:
     """MaxText's program in its files; the model needs this many FLOPs per GPU."""
-    gpu = placed(program.target, program.gpus)
-    step = hlo_file.read(maxtext.scheduled(program, stem), program.target, None)
+    step = hlo_file.read(maxtext.scheduled(stem), target)
     facts = maxtext.facts(stem)
     return Side(
         mesh=described(program),
         step=step,
         work=sum(step.flops.values()) / needed,
         peak=facts.peak,
-        limit=gpu.memory_limit,
+        limit=target.gpu.memory_limit,
         compile_s=facts.lower_s + facts.compile_s,
     )
 
@@ -201,7 +199,7 @@ def pair(peer: Peer, folder: Path) -> Pair | None:
     )
     programs = [*peer.programs()]
     found = {
-        program: theirs(program, stem, planned.flops.model_full)
+        program: theirs(program, stem, peer.target, planned.flops.model_full)
         for program in programs
         if maxtext.path(stem := peer.stem(program, folder), ".json").is_file()
     }

@@ -83,9 +83,9 @@ def the_same_numbers(request, monkeypatch):
 @pytest.fixture
 def transformer_engine_on_a_cpu(monkeypatch):
     """Makes Transformer Engine use its fallback in plain JAX."""
-    from jaxbench.plan import driver
+    from jaxbench.plan import stubs
 
-    driver.load_stub(9)
+    stubs.load_for_engine(9)
     monkeypatch.setenv("NVTE_JAX_CUSTOM_CALLS", "false")
 
 

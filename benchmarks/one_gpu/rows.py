@@ -18,8 +18,8 @@ from jaxbench.forecast.forecast import expected_schedule
 from jaxbench.plan import compare_profile
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.compare_profile import Planned
+from jaxbench.plan.compiled_step import axes_of
 from jaxbench.plan.plan import Memory
-from jaxbench.plan.traffic import axes_of
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.results.throughput import throughput

@@ -192,10 +192,11 @@ class Measured(Roofline):
         if work.kind == "grouped_weights":
             own = (work.kind, work.format) in self.tables.values
             kind, rate = (work.kind, 1.0) if own else (kind, WEIGHTS)
-        plain, alike = self._product(replace(work, kind="product")), self._alike(kind, work)
-        return plain if alike is None else max(plain, alike / rate)
+        plain = self._product(replace(work, kind="product"))
+        similar = self._by_similar_weight(kind, work)
+        return plain if similar is None else max(plain, similar / rate)
 
-    def _alike(self, kind: str, work: Work) -> float | None:
+    def _by_similar_weight(self, kind: str, work: Work) -> float | None:
         """Seconds of a grouped matmul at the measured rate of the most similar [k, n], by the
         logarithm of the rows of a group. The number of groups has no influence. The times of
         experts with gates are of matmuls that are n and 2 n wide. MXFP8 takes the table of FP8 if
@@ -263,16 +264,16 @@ class Measured(Roofline):
         """Seconds of one run without anything else."""
         if collective.crosses_domains(self.gpu):
             return self._between_domains(collective)
-        if collective.like == "collective-permute":
+        if collective.counts_as == "collective-permute":
             share = self.tables.values["nvlink", "direct"][(2,)]
             seconds = collective.bytes / (share * self.gpu.nvlink * 1e9)
             return START + RING_NVLINK + seconds
-        return self._inside(collective.like, collective.group, buffer(collective))
+        return self._inside(collective.counts_as, collective.group, buffer(collective))
 
     def _inside(self, kind: str, group: int, whole: int) -> float:
-        """Seconds inside an NVLink domain. They follow from the largest group that is not larger
-        than this one and was measured at such a size, or from the smallest one that is not smaller,
-        whichever is less: NCCL takes the faster algorithm."""
+        """Seconds inside an NVLink domain, scaled from two measured groups: the largest that is no
+        larger than this one and was measured at such a size, and the smallest that is no smaller.
+        The shorter time counts, since NCCL takes the faster algorithm."""
         times = self.tables.values["collective", kind]
         groups = {n for n, _ in times}
         whole = max(whole, min(size for _, size in times))
@@ -303,14 +304,14 @@ class Measured(Roofline):
         GPU sends directly to the receiver, over its own NIC."""
         group, members = collective.group, collective.domain_members(self.gpu)
         domains, leaving = -(-group // members), collective.adapter_bytes(self.gpu)
-        nic, network = self.gpu.nic / collective.blocked(self.gpu), self.gpu.latency * MICRO
-        if collective.like in ("collective-permute", "all-to-all"):
+        nic, network = self.gpu.nic / collective.uplink_slowdown(self.gpu), self.gpu.latency * MICRO
+        if collective.counts_as in ("collective-permute", "all-to-all"):
             direct = nic * self.tables.values["network", "direct"][(2,)] * 1e9
             return START + network + leaving / direct
-        on_nvlink = collective.wire_bytes / collective.count / self._nvlink(collective.like)
+        on_nvlink = collective.wire_bytes / collective.count / self._nvlink(collective.counts_as)
         sending = max(on_nvlink, leaving / (nic * self._ring_share(domains) * 1e9))
         ring = (group - domains) * RING_NVLINK + (domains - 1) * network
-        if collective.like != "all-reduce":
+        if collective.counts_as != "all-reduce":
             return START + ring + sending
         tree = (members - 1) * TREE_NVLINK + log2(domains) * network
         passes = STEPS["all-reduce"]
@@ -411,5 +412,5 @@ def padded(work: Work) -> tuple[int, int, int]:
 
 def buffer(collective: Collective) -> int:
     """Bytes of the whole gathered, scattered, reduced or exchanged array."""
-    scattered = collective.like == "reduce-scatter"
+    scattered = collective.counts_as == "reduce-scatter"
     return collective.bytes * (collective.group if scattered else 1)

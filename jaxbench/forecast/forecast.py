@@ -106,10 +106,14 @@ def expected_costs(walk: Walk, gpu: Gpu, tables: Tables) -> Measured:
 def _bases(
     walk: Walk, costs: Measured
 ) -> tuple[float, dict[Work, float], dict[str, float], dict[tuple[str, ...], float]]:
-    """What the seconds of a step rest on: the seconds of work whose sizes the tables cover, of work
-    beyond the tables, and of custom calls without a rule, from the bytes that they move. Also the
-    seconds of work by the tables that it uses; a gradient of grouped weights uses that of grouped
-    matmuls too."""
+    """What the seconds of a step rest on. Returns four things:
+
+    - the seconds of work whose sizes the tables cover;
+    - the seconds of each work beyond the tables;
+    - the seconds of each custom call without a rule, from the bytes that it moves;
+    - the seconds of all work by the tables that it uses. A gradient of grouped weights uses the
+      table of grouped matmuls too.
+    """
     measured_s = 0.0
     used: defaultdict[tuple[str, ...], float] = defaultdict(float)
     beyond: defaultdict[Work, float] = defaultdict(float)
@@ -136,12 +140,12 @@ def _seconds(used: Mapping[tuple[str, ...], float], stated: Collection[str]) -> 
 
 
 def _used(kind: str, used: Collection[str]) -> bool:
-    """True unless a kind with its name has times of matmuls that the program lacks."""
+    """False for a table of matmuls that the program does not use. `kind` includes the name."""
     return kind.split()[0] not in ("product", "grouped") or kind in used
 
 
 def in_words(name: str) -> str:
-    """A table of `Tables.assumed` as people call it: `grouped matmuls in MXFP8`."""
+    """The name of a table of `Tables.assumed` for people: `grouped matmuls in MXFP8`."""
     kind, _, of = name.partition(" ")
     words = {
         "product": "matmuls", "grouped": "grouped matmuls", "scan": "Mamba-2's scan",

@@ -90,15 +90,16 @@ class Goodput:
     interval_s: float
 
 
-def expected(gpus: int, state_bytes: float, assumed: Assumed) -> Goodput:
+def job_goodput(gpus: int, state_bytes: float, assumed: Assumed) -> Goodput:
     """The goodput of a job whose train state has so many bytes, with checkpoints at the interval
     that `daly` finds best.
 
     Training waits while a checkpoint is written, and a checkpoint takes as long to load as to
     write.
     """
-    mtbf_s = mean_time_between_failures(gpus, assumed.mtbf_gpu_hours)
-    written_s = checkpoint_s(state_bytes, assumed.storage_gb_s or gpus * STORAGE_GB_S_PER_GPU)
+    mtbf_s = assumed.mtbf_gpu_hours * 3600 / gpus  # GPUs fail independently of each other
+    storage_gb_s = assumed.storage_gb_s or gpus * STORAGE_GB_S_PER_GPU
+    written_s = state_bytes / (storage_gb_s * 1e9)
     restart_s = assumed.restart_s + written_s
     interval_s = daly(written_s, mtbf_s)
     return Goodput(
@@ -110,30 +111,14 @@ def expected(gpus: int, state_bytes: float, assumed: Assumed) -> Goodput:
     )
 
 
-def mean_time_between_failures(gpus: int, gpu_hours: float) -> float:
-    """Seconds between two failures of a job, if each of its GPUs fails once in so many hours,
-    independently of the others."""
-    return gpu_hours * 3600 / gpus
-
-
-def checkpoint_s(state_bytes: float, gb_per_s: float) -> float:
-    """Seconds to write or read a checkpoint at a rate of the storage in GB/s (1e9 bytes)."""
-    return state_bytes / (gb_per_s * 1e9)
-
-
-def young(written_s: float, mtbf_s: float) -> float:
-    """The best seconds of computing between two checkpoints, to first order (Young 1974): good if a
-    checkpoint is short compared with the time between failures."""
-    return math.sqrt(2 * written_s * mtbf_s)
-
-
 def daly(written_s: float, mtbf_s: float) -> float:
-    """The best seconds of computing between two checkpoints, to higher order (Daly 2006).
-    Infinite without failures."""
+    """The best seconds of computing between two checkpoints, to higher order (Daly 2006). The first
+    order is the square root (Young 1974)."""
     if written_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = written_s / (2 * mtbf_s)
-    return young(written_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - written_s
+    young = math.sqrt(2 * written_s * mtbf_s)
+    return young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - written_s
 
 
 def goodput(interval_s: float, written_s: float, restart_s: float, mtbf_s: float) -> float:
@@ -144,8 +129,6 @@ def goodput(interval_s: float, written_s: float, restart_s: float, mtbf_s: float
     while a checkpoint is written or the job restarts, costs `restart_s` and everything since the
     last checkpoint.
     """
-    if math.isinf(mtbf_s):
-        return 1.0 if math.isinf(interval_s) else interval_s / (interval_s + written_s)
     try:
         segment_s = mtbf_s * math.exp(restart_s / mtbf_s)
         segment_s *= math.expm1((interval_s + written_s) / mtbf_s)

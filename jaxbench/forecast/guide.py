@@ -6,7 +6,7 @@ from jaxbench.forecast.tables import load
 from jaxbench.xla import host_copies
 from jaxbench.xla.collectives import completed
 from jaxbench.xla.hlo import Program
-from jaxbench.xla.launches import launches_kernel
+from jaxbench.xla.kernels import launches_kernel
 from jaxbench.xla.schedule import Walk
 
 SCHEDULED = r'scheduling_name="([^"]*)"'
@@ -14,21 +14,17 @@ SCHEDULED = r'scheduling_name="([^"]*)"'
 this name."""
 
 
-def expected(gpu: Gpu, count: int) -> Measured:
-    """The cost model of a forecast for a job of `count` GPUs, with the package's tables."""
-    return Measured(placed(gpu, count), load(gpu.name.lower()), gpus=count)
-
-
 def guide(program: Program, gpu: Gpu) -> str:
     """The profile with which the scheduler can schedule a program again: seconds of every kernel
     and copy, and of every collective under the name of its start. It is a text proto
     (`ProfiledInstructionsProto`)."""
-    costs = expected(gpu, program.devices)
+    job = placed(gpu, program.devices)
+    costs = Measured(job, load(gpu.name.lower()), gpus=program.devices)
     kernels = {name: kernel for name, kernel, _ in Walk(program).kernels()}
     seconds: dict[str, float] = {}
     for i, scope, _ in program.walk():
         name = i.attribute(SCHEDULED) or i.name
-        if (collective := completed(i, scope, 1)) is not None:
+        if (collective := completed(i, scope)) is not None:
             start = scope[i.operands[0]] if i.opcode.endswith("-done") else i
             seconds[start.attribute(SCHEDULED) or start.name] = costs.collective(collective)
         elif i.name in kernels:

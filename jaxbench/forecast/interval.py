@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import exp, log, sqrt
-from pathlib import Path
 from statistics import NormalDist, median
 
 from jaxbench.base.errors import counted
@@ -74,12 +73,12 @@ class Interval:
 @cache
 def errors() -> list[Timed]:
     """The programs that others timed, except weak ones."""
-    return [timed for timed in read(ERRORS) if not timed.weak]
+    return [timed for timed in every_program() if not timed.weak]
 
 
-def read(path: Path) -> list[Timed]:
-    """The programs in a file."""
-    with path.open() as file:
+def every_program() -> list[Timed]:
+    """The programs that others timed, also weak ones."""
+    with ERRORS.open() as file:
         return [
             Timed(
                 family=line["family"],

@@ -62,7 +62,28 @@ def make_parser() -> Parser:
         "GPUs below a leaf send, over what its uplinks carry)")
     add("--kernels", type=Path, metavar="FILE",
         help="measurements of jaxbench calibrate; a forecast uses them instead of the package's")
-    add_modes(parser)
+    add = parser.add_argument_group("instead of one row").add_argument
+    add("--scaling", action="store_true",
+        help="plan every row of a recipe, to see which parts of a step grow")
+    add("--search", action="store_true",
+        help="try other meshes, policies and schedules for the row")
+    add("--limit", type=int, help=f"candidates that --search compiles (default {LIMIT})")
+    add("--all", action="store_true",
+        help=f"plan every row of every recipe on {DEFAULT_GPU}, and the rows for other GPUs on "
+        "those; with --gpu, --system or --kernels, every row on one GPU")
+    add("--diff", nargs=2, metavar=("A", "B"),
+        help="compare two plans: JSON files of --dump, or rows with settings, such as "
+        "'llama2_70b_bf16:64 execution.remat=full'; or two tables of --all (plan.csv), with status "
+        "1 if a row got worse")
+    add("--percent", type=float, default=2.0,
+        help="the smallest change that --diff of two tables reports (default 2)")
+    add("--hlo", type=Path, metavar="FILE",
+        help="describe a program that any code has compiled: the text of compiled.as_text(), or "
+        "the program after optimizations that XLA_FLAGS=--xla_dump_to=DIR writes")
+    add("--profile", type=Path, metavar="DIR",
+        help="compare a profile (RUN/profile/rank-N of train --profile jax) with the forecast of "
+        "its program: kernels, collectives by mesh axis, the largest differences; for a profile "
+        "from elsewhere, --hlo names the program")
     add = parser.add_argument_group("what to write").add_argument
     add("--format", choices=("text", "json", "html"), default="text",
         help="default text; html is a page in a single file, for a row, --scaling, --search, "
@@ -78,46 +99,6 @@ def make_parser() -> Parser:
         help="write the expected step as a timeline for ui.perfetto.dev")
     return parser
 # fmt: on
-
-
-def add_modes(parser: argparse.ArgumentParser) -> None:
-    """Options that do something else than planning one row."""
-    add = parser.add_argument_group("instead of one row").add_argument
-    add(
-        "--scaling",
-        action="store_true",
-        help="plan every row of a recipe, to see which parts of a step grow",
-    )
-    add(
-        "--search", action="store_true", help="try other meshes, policies and schedules for the row"
-    )
-    add("--limit", type=int, help=f"candidates that --search compiles (default {LIMIT})")
-    add(
-        "--all", action="store_true",
-        help=f"plan every row of every recipe on {DEFAULT_GPU}, and the rows for other GPUs on "
-        "those; with --gpu, --system or --kernels, every row on one GPU",
-    )  # fmt: skip
-    add(
-        "--diff", nargs=2, metavar=("A", "B"),
-        help="compare two plans: JSON files of --dump, or rows with settings, such as "
-        "'llama2_70b_bf16:64 execution.remat=full'; or two tables of --all (plan.csv), with status "
-        "1 if a row got worse",
-    )  # fmt: skip
-    add(
-        "--percent", type=float, default=2.0,
-        help="the smallest change that --diff of two tables reports (default 2)",
-    )  # fmt: skip
-    add(
-        "--hlo", type=Path, metavar="FILE",
-        help="describe a program that any code has compiled: the text of compiled.as_text(), or "
-        "the program after optimizations that XLA_FLAGS=--xla_dump_to=DIR writes",
-    )  # fmt: skip
-    add(
-        "--profile", type=Path, metavar="DIR",
-        help="compare a profile (RUN/profile/rank-N of train --profile jax) with the forecast of "
-        "its program: kernels, collectives by mesh axis, the largest differences; for a profile "
-        "from elsewhere, --hlo names the program",
-    )  # fmt: skip
 
 
 def check_arguments(args: argparse.Namespace, gpu: hardware.Gpu) -> None:

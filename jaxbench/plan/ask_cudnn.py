@@ -24,7 +24,7 @@ PROPERTIES = (
 of the GPU's name."""
 
 
-def asked(gpu: Gpu) -> tuple[Gpu, Options]:
+def for_compiler(gpu: Gpu) -> tuple[Gpu, Options]:
     """The GPU as cuDNN has to see it, and the compiler options with which XLA asks cuDNN. If cuDNN
     cannot be asked, the same GPU and no options."""
     if stubs.load():

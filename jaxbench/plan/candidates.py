@@ -65,12 +65,12 @@ HIDDEN = (1 / 3, 2 / 3)
 pass)."""
 
 HIDING = 0.5
-"""The share of exposed communication that we assume to remain with a guided schedule, with sums in
-each layer, or with more `expert_parts`. It decides only which candidate is compiled first."""
+"""We assume that a guided schedule, sums in each layer, or more `expert_parts` leave this share of
+the exposed communication. It decides only which candidate is compiled first."""
 
 NEW_AXIS = 0.01
-"""The share of a step that we assume each doubling of an axis to cost which the base does not have:
-its plan does not show what such an axis sends."""
+"""We assume that an axis which the base does not have costs this share of the step for each
+doubling of its size. The plan of the base does not show what such an axis sends."""
 
 parameters, model_flops = cache(flops.parameters), cache(flops.model_flops)
 
@@ -94,7 +94,7 @@ def options(run: Run) -> tuple[str, str, str]:
     return run.execution.xla_flags, run.execution.replica_sums, run.precision.gather
 
 
-def with_options(run: Run, fixed: frozenset[str] = frozenset()) -> Iterator[Run]:
+def other_options(run: Run, fixed: frozenset[str] = frozenset()) -> Iterator[Run]:
     """The candidate with one of its options changed, except keys in `fixed`."""
     execution, precision = run.execution, run.precision
     base, *flags = execution.xla_flags.split(",")
@@ -417,7 +417,7 @@ def least_state(run: Run) -> float:
     return parameters(run.model)["total"] / run.parallelism.ranks * per_parameter
 
 
-def memory(run: Run, policy: Policy | None = None) -> float:
+def estimated_peak(run: Run, policy: Policy | None = None) -> float:
     """Approximate bytes on a device at its peak: state, gradients, weights in use, saved
     activations, and the workspace of a layer. `policy` replaces the policy of the run."""
     policy = policy or policy_of(run)

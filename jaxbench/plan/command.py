@@ -21,10 +21,10 @@ from jaxbench.plan import (
     candidates,
     compare_profile,
     difference,
-    driver,
     hlo_file,
     scaling,
     search,
+    stubs,
     sweep,
     systems,
     text,
@@ -32,7 +32,7 @@ from jaxbench.plan import (
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.arguments import DEFAULT_GPU, LIMIT, check_arguments, make_parser
 from jaxbench.plan.plan import Memory, Plan, make_plan, read
-from jaxbench.plan.processes import INTERRUPTED
+from jaxbench.plan.processes import CACHE, INTERRUPTED
 from jaxbench.plan.row_page import plan_page
 from jaxbench.plan.systems import Target
 from jaxbench.recipe import derived_rows, recipes
@@ -40,9 +40,6 @@ from jaxbench.recipe.settings import Run
 from jaxbench.train.program import compile_program
 from jaxbench.train.program_checks import check_run
 from jaxbench.xla import flags
-
-TABLE = Path("results", "plan")
-"""The default folder for the table of `--all`."""
 
 REMEDIES = 8
 """The most candidates that we compile to replace a row that does not fit."""
@@ -60,7 +57,7 @@ def resolve(
     recipe = derived_rows.extend(recipe, gpus, gpu, overrides)
     run = recipes.resolve(recipe, gpus, overrides=overrides)
     if run.precision.implementation == "te":
-        driver.load_stub(gpu.capability[0])
+        stubs.load_for_engine(gpu.capability[0])
     check_run(run, "gpu", gpu)
     for line in flags.overruled(run, "gpu"):
         print(line, file=sys.stderr)
@@ -68,16 +65,16 @@ def resolve(
     return run, recipe
 
 
-def plan_spec(spec: str, gpu: Gpu, kernels: Path | None) -> Plan:
+def plan_spec(spec: str, target: Target) -> Plan:
     """The plan of `recipe:gpus key=value ..`, or a plan from a file or folder of `--dump`."""
     path = Path(spec)
     if path.is_dir() or path.suffix == ".json":
         return read(path / "plan.json" if path.is_dir() else path)
     row, *changes = spec.split() or [""]
     name, _, gpus = row.partition(":")
-    run, _ = resolve(name, int(gpus) if gpus.isdecimal() else None, changes, gpu)
+    run, _ = resolve(name, int(gpus) if gpus.isdecimal() else None, changes, target.gpu)
     with compiling(run):
-        return make_plan(run, gpu, kernels=kernels)
+        return make_plan(run, target)
 
 
 def compiling(run: Run) -> AbstractContextManager[Any]:
@@ -86,13 +83,13 @@ def compiling(run: Run) -> AbstractContextManager[Any]:
 
 
 def find_remedy(run: Run, plan: Plan, gpu: Gpu, command: str) -> Iterator[str]:
-    """Compiles candidates of a search until one fits. Yields the command that plans it, and what
-    was tried before; `command` is the one that plans the row."""
+    """Compiles candidates of a search until one fits. Yields a line for each candidate. The last
+    line has the command that plans what fits; it begins with `command`, which plans the row."""
     yield "  looking for settings with which it fits:"
     searching = search.Search(run, gpu)
     searching.tried[searching.row] = search.Outcome.of(plan)
-    seen, asking = ask_cudnn.asked(gpu)
-    devices = compile_only_devices(seen, run.gpus)
+    described, asking = ask_cudnn.for_compiler(gpu)
+    devices = compile_only_devices(described, run.gpus)
     for candidate in (new for _ in range(REMEDIES) for new in searching.batch(1)):
         absent = mesh.make_mesh(candidate.mesh_shape, devices)
         with jax.set_mesh(absent), compiling(candidate):
@@ -118,15 +115,15 @@ def find_targets(args: argparse.Namespace) -> list[Target]:
 
 
 def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
-    """Runs `--diff`, `--all`, `--scaling` or `--search`."""
+    """Runs `--diff`, `--all`, `--scaling` or `--search`. Returns the exit status."""
     target = targets[0]
     if args.diff and all(spec.endswith(".csv") for spec in args.diff):
         before, after = map(Path, args.diff)
-        lines, worse = sweep.difference(before, after, args.percent)
+        lines, worse = sweep.compare_tables(before, after, args.percent)
         print(lines)
         return int(worse)
     if args.diff:
-        plans = [plan_spec(spec, target.gpu, args.kernels) for spec in args.diff]
+        plans = [plan_spec(spec, target) for spec in args.diff]
         as_text = difference.page if args.format == "html" else difference.report
         write(as_text(*plans), args.output)
         return 0
@@ -137,16 +134,15 @@ def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
     if args.scaling:
         recipe = recipes.load(args.config).on(target.gpu)
         return scaling.scaling(recipe, args.config, args.set, target, args.format, args.output)
-    return sweep.sweep(targets, args.output or TABLE)
+    return sweep.sweep(targets, args.output or CACHE)
 
 
 def plan_one(args: argparse.Namespace, target: Target) -> int:
     """Prints the plan of one row. If the row does not fit, prints remedies too, except next to
     JSON; a page has the last one."""
-    gpu = target.gpu
-    run, _ = resolve(args.config, args.gpus, args.set, gpu)
+    run, _ = resolve(args.config, args.gpus, args.set, target.gpu)
     with compiling(run):
-        plan = make_plan(run, gpu, args.dump, args.kernels, args.trace)
+        plan = make_plan(run, target, args.dump, args.trace)
     if args.dump:
         write_json(args.dump / "plan.json", plan)
     if args.format == "text":
@@ -156,7 +152,7 @@ def plan_one(args: argparse.Namespace, target: Target) -> int:
         options = target.options() if args.gpu else target.further_options()
         options += [f"--set {change}" for change in args.set]
         words = ["jaxbench plan --config", args.config, "--gpus", run.row, *options]
-        for remedy in find_remedy(run, plan, gpu, " ".join(words)):
+        for remedy in find_remedy(run, plan, target.gpu, " ".join(words)):
             print(remedy, file=sys.stdout if args.format == "text" else sys.stderr, flush=True)
     if args.format == "text":
         print(folded(text.details(plan)))
@@ -166,6 +162,22 @@ def plan_one(args: argparse.Namespace, target: Target) -> int:
     return 0 if plan.fits else 1
 
 
+def read_file(args: argparse.Namespace, target: Target) -> int:
+    """Runs `--profile` or `--hlo`. Returns 0."""
+    with live(f"reading {args.profile or args.hlo}"):
+        if args.profile:
+            named = target.gpu if args.gpu or args.system else None
+            tables = args.kernels, args.write_kernels
+            compared = compare_profile.read(args.profile, args.hlo, named, *tables)
+            as_text = as_json if args.format == "json" else compare_profile.report
+            content = as_text(compared)
+        else:
+            step = hlo_file.read(args.hlo, target, args.trace)
+            content = hlo_file.FORMATS[args.format](step)
+    write(content, args.output)
+    return 0
+
+
 @command
 def main(argv: Sequence[str] | None) -> int:
     """Returns 0, or 1 when a plan does not fit."""
@@ -173,37 +185,18 @@ def main(argv: Sequence[str] | None) -> int:
     jax.config.update("jax_platforms", "cpu")
     targets = find_targets(args)
     check_arguments(args, targets[0].gpu)
+    output = args.output or (CACHE if args.all else None)
+    for folder in filter(None, (args.dump, output if args.all else None)):
+        folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
-        output = args.output or (TABLE if args.all else None)
-        for folder in filter(None, (args.dump, output if args.all else None)):
-            folder.mkdir(parents=True, exist_ok=True)
         for path in filter(None, (args.dump, output)):
             held.enter_context(owned(path))
-        return _plan(args, targets)
-
-
-def _plan(args: argparse.Namespace, targets: list[Target]) -> int:
-    gpu = targets[0].gpu
-    try:
-        if args.profile:
-            with live(f"reading {args.profile}"):
-                asked = gpu if args.gpu or args.system else None
-                tables = args.kernels, args.write_kernels
-                compared = compare_profile.read(args.profile, args.hlo, asked, *tables)
-            write(as_json(compared) if args.format == "json" else compare_profile.report(compared),
-                  args.output)  # fmt: skip
-            return 0
-        if args.hlo:
-            with live(f"reading {args.hlo}"):
-                step = hlo_file.read(args.hlo, gpu, args.kernels, args.trace)
-            as_text = {"json": hlo_file.as_json, "html": hlo_file.page, "text": hlo_file.report}[
-                args.format
-            ]
-            write(as_text(step), args.output)
-            return 0
-        if args.diff or args.all or args.scaling or args.search:
-            return plan_many(args, targets)
-        return plan_one(args, targets[0])
-    except KeyboardInterrupt:
-        print(INTERRUPTED, file=sys.stderr)
-        return 130
+        try:
+            if args.profile or args.hlo:
+                return read_file(args, targets[0])
+            if args.diff or args.all or args.scaling or args.search:
+                return plan_many(args, targets)
+            return plan_one(args, targets[0])
+        except KeyboardInterrupt:
+            print(INTERRUPTED, file=sys.stderr)
+            return 130

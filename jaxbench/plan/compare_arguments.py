@@ -38,9 +38,9 @@ def make_parser() -> Parser:
             "recipe has rows"),
         lambda: [*recipes.names(), *models()],
     )
-    add("--gpu", type=listed, required=True, metavar="GPU,..",
+    add("--gpu", type=words, required=True, metavar="GPU,..",
         help=f"GPUs: {', '.join(hardware.PLANNED)}, or a file.yaml as for --gpu of plan")
-    add("--gpus", type=listed, required=True, metavar="N,..", help="numbers of GPUs: 64,256")
+    add("--gpus", type=words, required=True, metavar="N,..", help="numbers of GPUs: 64,256")
     completes(
         add("--set", action="append", default=[], metavar="KEY=VALUE",
             help="change a setting of all rows"),
@@ -53,7 +53,7 @@ def make_parser() -> Parser:
     add("--limit", type=int, help=f"candidates that --search compiles for a cell (default {LIMIT})")
     add = parser.add_argument_group("what it costs").add_argument
     add("--tokens", type=float, default=1e12, help="tokens to train on (default 1e12)")
-    add("--price", type=listed, default=[], metavar="GPU=PRICE,..",
+    add("--price", type=words, default=[], metavar="GPU=PRICE,..",
         help="price of a GPU-hour in any currency: h100=2.5,gb200=6")
     add("--mtbf", type=float, metavar="GPU-HOURS", default=LLAMA3.mtbf_gpu_hours,
         help="GPU-hours from one failure to the next (default "
@@ -72,7 +72,7 @@ def make_parser() -> Parser:
 # fmt: on
 
 
-def listed(text: str) -> list[str]:
+def words(text: str) -> list[str]:
     """The words of a list with commas."""
     return [word.strip() for word in text.split(",") if word.strip()]
 

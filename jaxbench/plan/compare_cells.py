@@ -1,12 +1,12 @@
 """The cells of `jaxbench compare`, and the columns that its table and its page show of them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from jaxbench.forecast.goodput import Goodput
 from jaxbench.pages.charts import three_digits
 from jaxbench.plan.plan import Plan
+from jaxbench.plan.text import in_gib
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Cell:
     goodput: Goodput | None = None
     work: Work | None = None
     figures: Figures | None = None
-    marks: list[str]
+    marks: list[str] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
@@ -125,7 +125,7 @@ COLUMNS: dict[str, Callable[[Figures], Text]] = {
 """Columns of figures."""
 
 
-def shown(cells: Sequence[Cell]) -> list[dict[str, Text]]:
+def as_table(cells: Sequence[Cell]) -> list[dict[str, Text]]:
     """The texts of each cell by column. A cell without a figure has empty texts, and a column that
     would be empty in all cells is left out."""
     lines = []
@@ -134,13 +134,8 @@ def shown(cells: Sequence[Cell]) -> list[dict[str, Text]]:
             name: column(cell.figures) if cell.figures else ("", "")
             for name, column in COLUMNS.items()
         }
-        line["Free, GiB"] = (f"{cell.work.headroom / 2**30:.1f}" if cell.work else "", "")
+        line["Free, GiB"] = (in_gib(cell.work.headroom) if cell.work else "", "")
         line["Goodput, %"] = (f"{100 * cell.goodput.share:.1f}" if cell.goodput else "", "")
         lines.append(line)
     names = [name for name in lines[0] if any(line[name][0] for line in lines)]
     return [{name: line[name] for name in names} for line in lines]
-
-
-def as_objects(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """The cells as JSON has them."""
-    return [vars(cell) | {"fits": cell.fits} for cell in cells]

@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.table import Table
@@ -19,13 +19,13 @@ from jaxbench.base import hardware
 from jaxbench.base.errors import RecipeError, RunFailed
 from jaxbench.base.files import as_json, owned
 from jaxbench.base.terminal import command, console, folded, write
-from jaxbench.forecast.goodput import OBSERVED, Assumed, expected
+from jaxbench.forecast.goodput import OBSERVED, Assumed, job_goodput
 from jaxbench.plan import search
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.arguments import LIMIT
 from jaxbench.plan.command import resolve
 from jaxbench.plan.compare_arguments import check_arguments, make_parser, models
-from jaxbench.plan.compare_cells import Cell, Figures, Work, as_objects, mark, shown, train_state
+from jaxbench.plan.compare_cells import Cell, Figures, Work, as_table, mark, train_state
 from jaxbench.plan.many_pages import compare_page
 from jaxbench.plan.plan import Plan
 from jaxbench.plan.processes import INTERRUPTED, plan_all
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None) -> int:
     check_arguments(args)
     configs, changes = chosen(args.config)
     args.set = [*changes, *args.set]
-    targets = [with_its_settings(target, args.system) for target in args.gpu]
+    targets = [with_system(target, args.system) for target in args.gpu]
     check_compiler()
     with ExitStack() as held:
         if args.output:
@@ -69,11 +69,13 @@ def _compare(
         mtbf_gpu_hours=args.mtbf, storage_gb_s=args.storage, restart_s=60 * args.restart
     )
     limit = (args.limit or LIMIT) if args.search else None
-    cells = [
-        cell_of(planned, target, assumed, args.tokens, args.price.get(target.name))
-        for target in targets
-        for planned in plan_cells(target, configs, args.gpus, args.set, limit)
-    ]
+    cells = []
+    for target in targets:
+        price, power = args.price.get(target.name), target.gpu.power
+        for cell, planned in plan_cells(target, configs, args.gpus, args.set, limit):
+            if planned:
+                add_figures(cell, *planned, assumed, args.tokens, price, power)
+            cells.append(cell)
     mark(cells)
     if args.config[0].endswith(".json"):
         model = args.config[0]
@@ -86,7 +88,8 @@ def _compare(
     remarks = notes(cells, assumed, args.price)
     if args.format == "json":
         content = {"model": model, "tokens": args.tokens, "assumed": asdict(assumed)}
-        content |= {"cells": as_objects(cells), "goodput": goodput, "notes": remarks}
+        objects = [vars(cell) | {"fits": cell.fits} for cell in cells]
+        content |= {"cells": objects, "goodput": goodput, "notes": remarks}
         write(as_json(content), args.output)
     elif args.format == "html":
         write(compare_page(model, args.tokens, cells, goodput, remarks), args.output)
@@ -119,7 +122,7 @@ def chosen(configs: Sequence[str]) -> tuple[dict[str, Recipe], list[str]]:
     return loaded, changes
 
 
-def with_its_settings(target: Target, settings: Sequence[str]) -> Target:
+def with_system(target: Target, settings: Sequence[str]) -> Target:
     """A GPU with those `--system` settings that are for its name, or for all. Raises
     RecipeError."""
     parts = (text.rpartition(":") for text in settings)
@@ -139,32 +142,21 @@ def narrowest(configs: Mapping[str, Recipe], gpu: hardware.Gpu) -> str:
     return min(configs, key=order)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A cell before its figures: recipe and number of GPUs, the row with its plan if there is one,
-    and `why` there is none or why it does not fit."""
-
-    recipe: str
-    gpus: int
-    row: Run | None = None
-    plan: Plan | None = None
-    why: str = ""
-
-
 def plan_cells(
     target: Target, configs: Mapping[str, Recipe], counts: Sequence[int], changes: list[str],
     limit: int | None,
-) -> Iterator[Planned]:  # fmt: skip
-    """The cells of a GPU, one for each number of GPUs in `counts`. With a `limit`, each is the best
-    of a search with so many candidates."""
+) -> Iterator[tuple[Cell, tuple[Run, Plan] | None]]:  # fmt: skip
+    """The cells of a GPU before they have figures, one for each number of GPUs in `counts`, with
+    the row and its plan if there is one. With a `limit`, a plan is the best of a search with so
+    many candidates."""
     config = narrowest(configs, target.gpu)
+    cells = [Cell(gpu=target.name, gpus=gpus, recipe=configs[config].name) for gpus in counts]
     rows: dict[int, tuple[Run, Recipe]] = {}
-    reasons: dict[int, str] = {}
-    for gpus in counts:
+    for cell in cells:
         try:
-            rows[gpus] = whole_row(config, gpus, changes, target.gpu)
+            rows[cell.gpus] = whole_row(config, cell.gpus, changes, target.gpu)
         except RecipeError as error:
-            reasons[gpus] = str(error)
+            cell.why = str(error)
     found: dict[Run, Plan | str] = {}
     if limit:
         found |= {run: tuned(recipe, run, config, limit, target) for run, recipe in rows.values()}
@@ -173,14 +165,17 @@ def plan_cells(
         plans, failures = plan_all(runs, target, config)
         found |= failures
         found |= zip((run for run in runs if run not in failures), plans, strict=True)
-    for gpus in counts:
-        run = rows[gpus][0] if gpus in rows else None
-        outcome = found[run] if run else reasons[gpus]
-        if isinstance(outcome, str):
-            yield Planned(recipe=configs[config].name, gpus=gpus, why=outcome)
+    for cell in cells:
+        if cell.gpus not in rows:
+            yield cell, None
+            continue
+        run, _ = rows[cell.gpus]
+        outcome = found[run]
+        if isinstance(outcome, Plan):
+            yield cell, (run, outcome)
         else:
-            why = too_big(outcome, searched=bool(limit))
-            yield Planned(recipe=configs[config].name, gpus=gpus, row=run, plan=outcome, why=why)
+            cell.why = outcome
+            yield cell, None
 
 
 def whole_row(config: str, gpus: int, changes: list[str], gpu: hardware.Gpu) -> tuple[Run, Recipe]:
@@ -205,7 +200,7 @@ def whole_row(config: str, gpus: int, changes: list[str], gpu: hardware.Gpu) -> 
 def tuned(recipe: Recipe, row: Run, config: str, limit: int, target: Target) -> Plan | str:
     """The best plan of a search from a row, or why there is none."""
     try:
-        state = search.explored(recipe, row, config, limit, target)
+        state = search.run(recipe, row, config, limit, target)
     except (RecipeError, RunFailed) as error:
         return str(error)
     best = state.best()
@@ -216,35 +211,24 @@ def tuned(recipe: Recipe, row: Run, config: str, limit: int, target: Target) -> 
     return plan
 
 
-def too_big(plan: Plan, searched: bool) -> str:
-    """Why a plan does not fit; empty if it does."""
-    if plan.fits:
-        return ""
-    hint = "" if searched else "; --search looks for settings with which it fits"
-    return search.why(plan, None) + hint
-
-
-def cell_of(
-    planned: Planned, target: Target, assumed: Assumed, tokens: float, price: float | None
-) -> Cell:
-    """A cell with its figures, if it has any."""
-    cell = Cell(
-        gpu=target.name, gpus=planned.gpus, recipe=planned.recipe, why=planned.why, marks=[]
-    )
-    if planned.plan is None or planned.row is None:
-        return cell
-    parameters = flops.parameters(planned.row.model)["total"]
-    cell.state_bytes = planned.row.optimizer.state_bytes * parameters
-    cell.goodput = expected(planned.gpus, cell.state_bytes, assumed)
-    cell.work = Work.of(planned.plan)
-    if unknown := planned.plan.forecast.unknown:
+def add_figures(
+    cell: Cell, row: Run, plan: Plan, assumed: Assumed, tokens: float, price: float | None,
+    power: float,
+) -> None:  # fmt: skip
+    """Adds to a cell what follows from its plan, or why it has no figures. GPUs draw `power`
+    watts."""
+    cell.state_bytes = row.optimizer.state_bytes * flops.parameters(row.model)["total"]
+    cell.goodput = job_goodput(cell.gpus, cell.state_bytes, assumed)
+    cell.work = Work.of(plan)
+    if not plan.fits:
+        hint = "--search looks for settings with which it fits"
+        cell.why = f"{search.why(plan, None)}; {hint}"
+    if unknown := plan.forecast.unknown:
         cell.why = f"no forecast: no rule for {', '.join(unknown)}"
     elif not cell.goodput.share:
         cell.why = "GPUs fail faster than a checkpoint is written"
     else:
-        share = cell.goodput.share
-        cell.figures = figures(planned.plan, share, tokens, price, target.gpu.power)
-    return cell
+        cell.figures = figures(plan, cell.goodput.share, tokens, price, power)
 
 
 def figures(plan: Plan, share: float, tokens: float, price: float | None, power: float) -> Figures:
@@ -280,10 +264,11 @@ def curves(state: int, assumed: Assumed) -> dict[str, dict[int, float]]:
     if first == "--mtbf":
         lowest, *_, highest = sorted(rates, key=rates.__getitem__, reverse=True)
         rates = {name: rates[name] for name in (lowest, highest)}
-    return {
-        name: {n: expected(n, state, replace(assumed, mtbf_gpu_hours=hours)).share for n in CURVE}
-        for name, hours in ({first: given} | rates).items()
-    }
+    curves = {}
+    for name, hours in ({first: given} | rates).items():
+        here = replace(assumed, mtbf_gpu_hours=hours)
+        curves[name] = {n: job_goodput(n, state, here).share for n in CURVE}
+    return curves
 
 
 def notes(cells: Sequence[Cell], assumed: Assumed, prices: Mapping[str, float]) -> list[str]:
@@ -328,7 +313,7 @@ def notes(cells: Sequence[Cell], assumed: Assumed, prices: Mapping[str, float]) 
 
 def show(model: str, tokens: float, cells: Sequence[Cell], remarks: Sequence[str]) -> None:
     """Prints the table and what it rests on."""
-    lines = shown(cells)
+    lines = as_table(cells)
     grid = Table(title=f"{model}, {tokens:g} tokens", box=None, title_justify="left")
     for heading in ("GPUs", "precision"):
         grid.add_column(heading, no_wrap=True)

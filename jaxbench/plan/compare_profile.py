@@ -22,9 +22,9 @@ from jaxbench.forecast.costs import padded
 from jaxbench.forecast.forecast import expected_schedule
 from jaxbench.forecast.tables import Tables
 from jaxbench.jax_internals import profile_events, profiled_instruction
-from jaxbench.plan.hlo_file import crossed, parse, whole_text
+from jaxbench.plan.compiled_step import axes_of
+from jaxbench.plan.hlo_file import joined, parse, whole_text
 from jaxbench.plan.trace import unrolled
-from jaxbench.plan.traffic import axes_of
 from jaxbench.recipe.settings import AXES
 from jaxbench.results.plans import part_name
 from jaxbench.results.profiled import COMPARED, WAITS, Compared, Difference, Part
@@ -124,7 +124,7 @@ def read(
         )
     path = hlo or folder / PROFILED
     _, program = parse(path, "--profile")
-    gpu, axes = placed(gpu, program.devices), crossed
+    gpu, axes = placed(gpu, program.devices), joined
     if sizes:
         axes = partial(axes_of, mesh_shape=sizes)
     profile = read_profile(folder)
@@ -198,8 +198,8 @@ def _part(line: Planned, axes: Callable[[Collective], str]) -> str:
 
 
 def _steps(profile: Profile, expected: dict[str, Planned]) -> int:
-    """The number of steps in a profile: the median, over instructions, of how often the profile has
-    one relative to how often a step runs it."""
+    """The number of steps in a profile. For each instruction we divide its launches in the profile
+    by its launches in a step, and take the median."""
     ratios = [
         len(profile.launches[name]) / line.runs
         for name, line in expected.items()
@@ -272,8 +272,8 @@ def report(compared: Compared) -> str:
     ]  # fmt: skip
     for entry in compared.largest:
         both = (f"{1e6 * s / entry.runs:.1f}" for s in (entry.measured_s, entry.forecast_s))
-        of = ", ".join(filter(None, [entry.source, entry.sizes]))
-        lines.append(f"{_line(entry)}  {entry.runs} x {' and '.join(both)}{': ' if of else ''}{of}")
+        what = f": {entry.what}" if entry.what else ""
+        lines.append(f"{_line(entry)}  {entry.runs} x {' and '.join(both)}{what}")
     return "\n".join(lines)
 
 

@@ -1,6 +1,7 @@
 """The step of a compiled program, from this project or another: launches, collectives, bound and
 forecast."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,14 +10,30 @@ from jaxbench.base.hardware import Gpu
 from jaxbench.forecast.forecast import Forecast, expected_costs, forecast
 from jaxbench.forecast.sensitivity import Sensitivity, sensitivities
 from jaxbench.forecast.tables import FORMATS, Tables
-from jaxbench.plan.traffic import Traffic, traffic
+from jaxbench.recipe.settings import AXES
 from jaxbench.xla import memory
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.host_copies import HostTraffic
 from jaxbench.xla.schedule import Roofline, Walk
+from jaxbench.xla.timeline import Schedule
 
 SHOWN_KERNELS = 10
+PART_OF = "part of "
+
+
+@dataclass(kw_only=True)
+class Traffic:
+    """Collectives of one kind over the same mesh axes, per step. `bytes` are what one device
+    sends."""
+
+    kind: str
+    axes: str
+    across_domains: bool
+    count: int = 0
+    bytes: int = 0
+    least_s: float = 0.0
+    exposed_s: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -60,11 +77,11 @@ def step_of(program: Program, gpu: Gpu, tables: Tables, axes: Callable[[Collecti
     walk = Walk(program)
     bound, expected = walk.under(Roofline(gpu)), forecast(walk, gpu, tables, axes)
     return Step(
-        collectives=traffic(axes, gpu, bound),
+        collectives=traffic_by_axes(bound, gpu, axes),
         wire_bytes=sum(t.collective.wire_bytes for t in bound.transfers),
         uncovered_wire_bytes=bound.uncovered_bytes,
         kernels=kernel_launches(program),
-        launches=bound.kernels,
+        launches=bound.launches,
         host=bound.host,
         other_kernels=other_kernels(walk, gpu),
         quantization_bytes=sum(
@@ -80,6 +97,44 @@ def step_of(program: Program, gpu: Gpu, tables: Tables, axes: Callable[[Collecti
         if expected.unknown
         else sensitivities(walk, expected_costs(walk, gpu, tables), expected.step_s),
     )
+
+
+def traffic_by_axes(bound: Schedule, gpu: Gpu, axes: Callable[[Collective], str]) -> list[Traffic]:
+    """Sums the collectives of a step by kind and by what `axes` says they cross. Those that send
+    most come first."""
+    sums: dict[tuple[str, str], Traffic] = {}
+    for t in bound.transfers:
+        kind, crossed = t.collective.kind, axes(t.collective)
+        new = Traffic(kind=kind, axes=crossed, across_domains=t.collective.crosses_domains(gpu))
+        line = sums.setdefault((kind, crossed), new)
+        line.count += t.collective.count
+        line.bytes += t.collective.wire_bytes
+        line.least_s += t.seconds
+        line.exposed_s += t.exposed_s
+    return sorted(sums.values(), key=lambda line: -line.bytes)
+
+
+def axes_of(collective: Collective, mesh_shape: tuple[int, ...]) -> str:
+    """The mesh axes that a collective of a run crosses."""
+    axes = mesh_axes(collective.devices, mesh_shape)
+    # A permute exchanges only with a neighbour, and still goes along the whole axis.
+    return axes.removeprefix(PART_OF) if collective.kind == "collective-permute" else axes
+
+
+def mesh_axes(devices: tuple[int, ...], mesh_shape: tuple[int, ...]) -> str:
+    """The mesh axes that a group of devices spans, as in `fsdp x context`. It is a `part of` them
+    if other devices are in between.
+
+    Devices are numbered along the mesh, the last axis fastest.
+    """
+    strides = [math.prod(mesh_shape[i + 1 :]) for i in range(len(AXES))]
+    spanned = [
+        i
+        for i, (stride, size) in enumerate(zip(strides, mesh_shape, strict=True))
+        if len({device // stride % size for device in devices}) > 1
+    ]
+    whole = math.prod(mesh_shape[i] for i in spanned) == len(devices)
+    return ("" if whole else PART_OF) + " x ".join(AXES[i] for i in spanned)
 
 
 def kernel_launches(program: Program) -> dict[str, int]:

@@ -52,7 +52,7 @@ NAMES = {
     "bytes_per_device.scheduled": "memory limit of XLA's scheduler",
     "bytes_per_device.host": "memory of the host", "kernels.attention": "attention kernels",
 }  # fmt: skip
-"""Values as people call them."""
+"""Names of values for people."""
 
 PATTERNS = (
     (r"kernels\.gemm_(.*)", r"\1 matmuls"),
@@ -64,7 +64,7 @@ PATTERNS = (
     (r"(.* over .*): count", r"\1: runs"),
     (r"(.* over .*): exposed_s", r"\1: exposed"),
 )
-"""Patterns of the names of other values, and what people call them."""
+"""Patterns of the names of other values, and their names for people."""
 
 Line = tuple[str, Any, Any]
 """The name of a value, and the value in both plans."""
@@ -75,8 +75,8 @@ def report(a: Plan, b: Plan) -> str:
     followed, moved = [*follows(a, b)], [*moves(a, b)]
     if not (changed(a, b) or followed or moved):
         return "the plans are the same"
-    lines = [(shown(*line), "") for line in followed]
-    lines += [(shown(*line), percent(*line[1:])) for line in moved]
+    lines = [(in_units(*line), "") for line in followed]
+    lines += [(in_units(*line), percent(*line[1:])) for line in moved]
     table = [(*cells, more) for cells, more in lines]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)] if table else []
     return "\n".join(
@@ -104,15 +104,15 @@ def page(a: Plan, b: Plan) -> str:
         jax=a.versions["jax"] if a.versions["jax"] == b.versions["jax"] else None,
         conclusion=others,
         plans=[("A:", title(a)), ("B:", title(b))],
-        asked=[shown(*line) for line in changed(a, b)],
-        followed=[shown(*line) for line in follows(a, b)],
+        asked=[in_units(*line) for line in changed(a, b)],
+        followed=[in_units(*line) for line in follows(a, b)],
         bars_of=[
             Bar(_class(name, s), name, before + min(0.0, s), abs(s), f"{s:+.3f}")
             for name, s in longer.items()
         ],
         before=before,
         full=full,
-        moved=[[*shown(*line), percent(*line[1:])] for line in moves(a, b)],
+        moved=[[*in_units(*line), percent(*line[1:])] for line in moves(a, b)],
     )
 
 
@@ -258,7 +258,7 @@ def _values(plan: Plan) -> dict[str, Any]:
     return {name: value for name, value in values.items() if not IGNORED_VALUES.fullmatch(name)}
 
 
-def shown(name: str, *values: Any) -> list[str]:
+def in_units(name: str, *values: Any) -> list[str]:
     """The name of a plan's value with its unit, and the values in this unit."""
     if not name.startswith(("rates.", *FOLLOWS)):
         for pattern, unit, size in UNITS:
@@ -269,7 +269,7 @@ def shown(name: str, *values: Any) -> list[str]:
 
 
 def value_name(name: str) -> str:
-    """What people call a plan's value."""
+    """The name of a plan's value for people."""
     for prefix, kind in (("forecast.parts_s.", ""), ("bound_parts_s.", "bound: ")):
         if name.startswith(prefix):
             return kind + part_name(name.removeprefix(prefix))
@@ -280,7 +280,7 @@ def value_name(name: str) -> str:
 
 
 def as_words(value: Any) -> str:
-    """A value without a unit, as people see it."""
+    """A value without a unit, as text for people."""
     if value is None or value == []:
         return "-"
     if isinstance(value, bool):

@@ -7,16 +7,16 @@ does not have.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxbench.base import files
 from jaxbench.base.errors import RecipeError
+from jaxbench.base.files import as_json
 from jaxbench.base.hardware import Gpu, placed
-from jaxbench.forecast.tables import Tables, load
+from jaxbench.forecast.tables import Tables
 from jaxbench.pages.charts import three_digits, waterfall
 from jaxbench.pages.html import attached, render
 from jaxbench.plan import text
@@ -24,15 +24,14 @@ from jaxbench.plan.compiled_step import Step, step_of
 from jaxbench.plan.row_page import (
     Box,
     dominating,
-    in_gib,
     no_forecast,
     step_box,
     step_content,
     system_assumptions,
-    whole,
+    total_bar,
 )
+from jaxbench.plan.systems import Target, system
 from jaxbench.plan.trace import write_trace
-from jaxbench.plan.traffic import system
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.custom_calls import RULES
 from jaxbench.xla.hlo import Program, display_name
@@ -57,8 +56,8 @@ class HloStep(Step):
     """The step of a program in a file. FLOPs and bytes are per device.
 
     `peak` is from the compiler's account next to the file; None without one. `outputs` are the
-    outputs that take no argument's memory. `flops` are by kind and dtype. `assumed` says what was
-    counted in another way than it may run.
+    outputs that take no argument's memory. `flops` are by kind and dtype. `assumed` names what
+    may run in another way than we counted it.
     """
 
     file: str
@@ -73,17 +72,16 @@ class HloStep(Step):
     assumed: list[str]
 
 
-def read(path: Path, gpu: Gpu, kernels: Path | None, trace: Path | None = None) -> HloStep:
-    """The step of the program in a file on a GPU, with the measurements of `kernels`
-    (`forecast.tables`). The expected step is written to `trace`. Raises RecipeError if the file
-    holds no scheduled program for GPUs or if its devices do not fill nodes, and RunFailed if
-    something cannot be counted."""
+def read(path: Path, target: Target, trace: Path | None = None) -> HloStep:
+    """The step of the program in a file on a GPU. The expected step is written to `trace`. Raises
+    RecipeError if the file holds no scheduled program for GPUs or if its devices do not fill nodes,
+    and RunFailed if something cannot be counted."""
     content, program = parse(path, "--hlo")
-    tables, gpu = load(gpu.name.lower(), kernels), placed(gpu, program.devices)
+    tables, gpu = target.tables(), placed(target.gpu, program.devices)
     with whole_text(path, "--hlo"):
         step = _step(path, content, program, gpu, tables)
     if trace is not None:
-        write_trace(trace, f"{path.name} on {gpu.name}", program, gpu, tables, crossed)
+        write_trace(trace, f"{path.name} on {gpu.name}", program, gpu, tables, joined)
     return step
 
 
@@ -92,7 +90,7 @@ def _step(path: Path, content: str, program: Program, gpu: Gpu, tables: Tables) 
         i for i in program.computations[program.entry].values() if i.opcode == "parameter"
     ]
     return HloStep(
-        **vars(step_of(program, gpu, tables, crossed)),
+        **vars(step_of(program, gpu, tables, joined)),
         file=str(path),
         target=gpu.name.lower(),
         system=system(gpu),
@@ -152,11 +150,6 @@ def whole_text(path: Path, option: str) -> Iterator[None]:
         ) from error
 
 
-def as_json(step: HloStep) -> str:
-    """The step for scripts."""
-    return files.as_json(plain(step))
-
-
 def plain(step: HloStep) -> dict[str, Any]:
     """The step as plain values. If there is no forecast, its values are None."""
     values = asdict(step)
@@ -169,7 +162,7 @@ def plain(step: HloStep) -> dict[str, Any]:
     return values
 
 
-def crossed(collective: Collective) -> str:
+def joined(collective: Collective) -> str:
     """The GPUs that a collective joins: `8 GPUs`, `16 GPUs, 8 apart`, or `pairs`."""
     if collective.kind == "collective-permute":
         return "pairs"
@@ -213,7 +206,7 @@ def report(step: HloStep) -> str:
         f"work        TFLOP per device and step: {compiled}",
         f"  kernels     {text.kernels(step)}",
         *text.network(step),
-        *text.host(step),
+        *text.host_copies(step),
         *text.bound(step),
     ]
     lines += [*text.forecast(forecast), *text.moves(step)]
@@ -228,9 +221,9 @@ def page(step: HloStep) -> str:
     expected = Box("no forecast", "we do not know what some calls compute")
     result = f"{three_digits(f.step_s)} s per step" if known else "no forecast"
     held = {"arguments": step.arguments, "other outputs": step.outputs}
-    rows = waterfall(held, in_gib)
+    rows = waterfall(held, text.in_gib)
     if step.peak is not None:
-        rows.append(whole("peak", step.peak, step.limit))
+        rows.append(total_bar("peak", step.peak, step.limit))
     return render(
         "hlo.html",
         title=f"{name}: plan",
@@ -264,3 +257,9 @@ def _memory(step: HloStep) -> str:
         return f"{held}; temporaries are unknown without the files of --xla_dump_to"
     fits = "fits" if step.peak <= step.limit else "DOES NOT FIT"
     return f"{fits}: peak {text.gib(step.peak)} of {text.gib(step.limit)} per device; {held}"
+
+
+FORMATS: dict[str, Callable[[HloStep], str]] = {
+    "text": report, "html": page, "json": lambda step: as_json(plain(step)),
+}  # fmt: skip
+"""What writes a step, by `--format`."""

@@ -14,7 +14,7 @@ from jaxbench.pages.charts import (
     three_digits,
 )
 from jaxbench.pages.html import render
-from jaxbench.plan.compare_cells import Cell, Figures, shown, train_state
+from jaxbench.plan.compare_cells import Cell, Figures, as_table, train_state
 from jaxbench.recipe.names import gpus_name
 from jaxbench.results.plans import MINIMUM_S, part_name
 
@@ -162,13 +162,13 @@ FAILING = ("Between failures", "Checkpoint", "Interval", "Restart", "Goodput, %"
 def compare_page(
     model: str, tokens: float, cells: Sequence[Cell], goodput: Series, notes: Sequence[str]
 ) -> str:
-    """The page of a comparison: its cells, curves of goodput by what they assume, and `notes` on
-    what the figures rest on."""
+    """The page of a comparison: its cells, curves of goodput by the failure rate that they assume,
+    and `notes` on what the figures rest on."""
     amount = f"{tokens / 1e12:g} trillion"
     jobs = {(cell.gpus, cell.state_bytes): cell.goodput for cell in cells if cell.goodput}
     state = train_state(cells)
     on_curve = {gpus: job for (gpus, its), job in jobs.items() if its == state}
-    lines = shown(cells)
+    lines = as_table(cells)
     return render(
         "compare.html",
         title=f"Comparison: {model}",

@@ -17,12 +17,12 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Gpu, placed
 from jaxbench.base.versions import versions
 from jaxbench.forecast.guide import guide
-from jaxbench.forecast.tables import Tables, load
+from jaxbench.forecast.tables import Tables
 from jaxbench.plan import ask_cudnn, stubs
 from jaxbench.plan.absent import compile_only_devices
-from jaxbench.plan.compiled_step import Step, step_of
+from jaxbench.plan.compiled_step import Step, axes_of, step_of
+from jaxbench.plan.systems import Target, system
 from jaxbench.plan.trace import write_trace
-from jaxbench.plan.traffic import axes_of, system
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.build import restored
 from jaxbench.recipe.settings import Run
@@ -170,19 +170,16 @@ def read(path: Path) -> Plan:
 
 
 def make_plan(
-    run: Run, gpu: Gpu, dump: Path | None = None, kernels: Path | None = None,
-    trace: Path | None = None,
-) -> Plan:  # fmt: skip
+    run: Run, target: Target, dump: Path | None = None, trace: Path | None = None
+) -> Plan:
     """Compiles one step of the run for absent GPUs and describes it.
 
-    The scheduled program is written to `dump`, and the expected step to `trace`. Measurements in
-    the file `kernels` take precedence over the package's (`forecast.tables`). Raises RecipeError if
-    the GPUs do not fill nodes, and RunFailed if the program is not what the recipe asks for.
+    The scheduled program is written to `dump`, and the expected step to `trace`. Raises RecipeError
+    if the GPUs do not fill nodes, and RunFailed if the program is not what the recipe asks for.
     """
-    tables = load(gpu.name.lower(), kernels)
-    gpu = placed(gpu, run.gpus)
-    seen, asking = ask_cudnn.asked(gpu)
-    absent = mesh.make_mesh(run.mesh_shape, compile_only_devices(seen, run.gpus))
+    tables, gpu = target.tables(), placed(target.gpu, run.gpus)
+    described, asking = ask_cudnn.for_compiler(gpu)
+    absent = mesh.make_mesh(run.mesh_shape, compile_only_devices(described, run.gpus))
     with jax.set_mesh(absent), tempfile.TemporaryDirectory() as tmp:
         dumping = {"xla_dump_to": tmp, "xla_dump_hlo_as_text": True}
         try:
@@ -296,7 +293,7 @@ def rates_of(run: Run, gpu: Gpu, seconds: float) -> Rates:
     return Rates(tokens_per_s_per_gpu=rates["tokens_per_s_per_gpu"], mfu=rates["mfu"]["full"])
 
 
-def grows(seconds: dict[str, float], others: dict[str, float]) -> tuple[str, float]:
+def grown_most(seconds: dict[str, float], others: dict[str, float]) -> tuple[str, float]:
     """The name of the part that exceeds the same part in `others` by most, and by how many
     seconds."""
     longer = {name: value - others.get(name, 0.0) for name, value in seconds.items()}

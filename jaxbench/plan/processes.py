@@ -23,8 +23,8 @@ from jaxbench.base.hardware import Gpu, host_memory, placed
 from jaxbench.base.versions import versions
 from jaxbench.plan import stubs
 from jaxbench.plan.absent import check_compiler
-from jaxbench.plan.plan import Plan, read, system
-from jaxbench.plan.systems import Target
+from jaxbench.plan.plan import Plan, read
+from jaxbench.plan.systems import Target, system
 from jaxbench.recipe import recipes
 from jaxbench.recipe.settings import Run
 from jaxbench.xla import flags
@@ -114,7 +114,7 @@ def folder(run: Run, target: Target) -> Path:
     """The cache folder of a run. It has the name of its row, with a digest of the changes to the
     row."""
     kernels = [target.kernels.read_text()] if target.kernels else []
-    asked = flags.asked(flags.variable()).items()
+    asked = flags.values_in(flags.variable()).items()
     variable = [f"{name}={value}" for name, value in asked if name.startswith("xla_gpu")]
     changes = [*run.overrides, *target.system, *kernels, *variable]
     digest = hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:12]

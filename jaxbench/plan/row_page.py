@@ -13,7 +13,7 @@ from jaxbench.plan import text
 from jaxbench.plan.compiled_step import Step
 from jaxbench.plan.other_programs import reason
 from jaxbench.plan.plan import Memory, Plan, parts
-from jaxbench.plan.text import gib
+from jaxbench.plan.text import gib, in_gib
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.flops import days_per_1t_tokens
 from jaxbench.recipe.names import gpus_name, work_name
@@ -59,8 +59,8 @@ def plan_page(plan: Plan, remedy: str = "") -> str:
         headline=headline(plan),
         summary=" ".join(summary(plan)),
         boxes=[*boxes(plan)],
-        reasons=[*how, *reasons(plan)],
-        memory=memory(plan),
+        reasons=[*how, *questions(plan)],
+        memory=memory_content(plan),
         pipeline=text.pipeline(plan),
         assumptions=[*assumptions(plan)],
         **step_content(plan, parts(plan), (row["step_time_s"], row["gpu_type"]) if row else None),
@@ -149,18 +149,18 @@ def step_box(f: Forecast) -> Box:
 
 def memory_box(size: Memory) -> Box:
     """The memory that is free on a GPU, or that a step has too much of on GPU or host."""
-    of = f"{size.peak / 2**30:.1f} of {gib(size.limit)} per GPU"
+    of = f"{in_gib(size.peak)} of {gib(size.limit)} per GPU"
     if size.peak > size.limit:
         return Box("✕ does not fit", f"{of}, {gib(size.peak - size.limit)} too much", "bad")
     if not size.fits:
-        host = f"{size.host / 2**30:.1f} of {gib(size.host_limit)} of host memory per GPU"
+        host = f"{in_gib(size.host)} of {gib(size.host_limit)} of host memory per GPU"
         return Box("✕ does not fit", f"{host}; on the GPU {of}", "bad")
     return Box(f"✓ {gib(size.limit - size.peak)} free", f"fits: {of}", "good")
 
 
-def reasons(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Why a forecast differs from the published step, and how far to trust it: a question and an
-    answer each."""
+def questions(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Questions and answers: why does the forecast differ from the published step, and how far can
+    one trust it?"""
     f, row, why = plan.forecast, plan.published, reason(plan.settings)
     if f.unknown:
         yield no_forecast(f)
@@ -178,7 +178,7 @@ def reasons(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def no_forecast(f: Forecast) -> tuple[str, str]:
-    """Why there is no forecast: a question and an answer."""
+    """The question why there is no forecast, and its answer."""
     calls = ", ".join(f.unknown)
     return "Why is there no forecast?", f"We do not know what these calls compute: {calls}."
 
@@ -206,7 +206,7 @@ def step_content(
     """The content that the page of any step has: the seconds of its forecast by part, next to a
     published step and its GPU."""
     f, others = step.forecast, step.other_kernels
-    shown, bound = shown_parts(seconds), shown_parts(step.bound_parts_s)
+    shown, bound = named_parts(seconds), named_parts(step.bound_parts_s)
     return {
         "steps": bars_of_steps(step, seconds, published),
         "full": max(step.bound_step_s, f.interval.high_s, *(published or ())[:1]),
@@ -234,12 +234,7 @@ def step_content(
     }
 
 
-def in_gib(count: float) -> str:
-    """Bytes in GiB, without the unit."""
-    return gib(count).split()[0]
-
-
-def memory(plan: Plan) -> dict[str, Any]:
+def memory_content(plan: Plan) -> dict[str, Any]:
     """A stacked bar of what is in memory at the peak, with its limit; the same for the host; and
     the largest buffers."""
     size, state = plan.bytes_per_device, plan.state_bytes
@@ -252,14 +247,14 @@ def memory(plan: Plan) -> dict[str, Any]:
     else:  # XLA does not list enough of them
         held["activations and other temporaries"] = left
     return {
-        "rows": [whole("peak", size.peak, size.limit)._replace(pieces=waterfall(held, in_gib))],
+        "rows": [total_bar("peak", size.peak, size.limit)._replace(pieces=waterfall(held, in_gib))],
         "full": max(size.peak, size.limit),
         "buffers": [
             Bar("part", f"{buffer_name(b)} {b.shape}", 0, b.bytes, in_gib(b.bytes))
             for b in plan.largest_buffers
         ],
         "largest": max((b.bytes for b in plan.largest_buffers), default=1),
-        "host": [whole("saved activations", size.host, size.host_limit)] if size.host else [],
+        "host": [total_bar("saved activations", size.host, size.host_limit)] if size.host else [],
         "host_full": max(size.host, size.host_limit),
     }
 
@@ -277,7 +272,7 @@ def buffer_name(buffer: Buffer) -> str:
     return f"optimizer, {MOMENTS[moment]}: {name}" if moment else f"optimizer: {name}"
 
 
-def whole(name: str, size: int, limit: int) -> Bar:
+def total_bar(name: str, size: int, limit: int) -> Bar:
     """The bar of all bytes. It has another class if they exceed the limit."""
     return Bar("ours" if size <= limit else "over", name, 0, size, in_gib(size))
 
@@ -290,7 +285,7 @@ def bars_of_steps(
     bars = [Bar("bound", "bound: no step can be faster", 0, bound_s, f"{three_digits(bound_s)} s")]
     if not f.unknown:
         pieces, interval = (
-            waterfall(shown_parts(seconds), three_digits),
+            waterfall(named_parts(seconds), three_digits),
             (f.interval.low_s, f.interval.high_s),
         )
         figure = f"{three_digits(f.step_s)} s"
@@ -302,7 +297,7 @@ def bars_of_steps(
     return bars
 
 
-def shown_parts(seconds: dict[str, float]) -> dict[str, float]:
+def named_parts(seconds: dict[str, float]) -> dict[str, float]:
     """The parts of a step that are long enough to show, by their names: the longest first, and last
     the parts that wait or are slowed."""
     named = [(part_name(name), s) for name, s in seconds.items() if s >= MINIMUM_S]
@@ -317,7 +312,7 @@ def assumptions(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def system_assumptions(step: Step, gpu: dict[str, Any], limit: int) -> Iterator[tuple[str, str]]:
     """What a forecast assumes, as pairs: the subject, and the assumption. `gpu` is the system
-    (`traffic.system`); a program has `limit` bytes of its memory."""
+    (`systems.system`); a program has `limit` bytes of its memory."""
     f = step.forecast
     for source in dict.fromkeys(f.sources.values()):
         kinds = (

@@ -15,7 +15,7 @@ from jaxbench.base.errors import RecipeError, counted
 from jaxbench.base.files import as_json
 from jaxbench.base.terminal import console, write
 from jaxbench.plan.many_pages import scaling_page, shown_parts
-from jaxbench.plan.plan import Plan, grows, parts
+from jaxbench.plan.plan import Plan, grown_most, parts
 from jaxbench.plan.processes import plan_all
 from jaxbench.plan.systems import Target
 from jaxbench.recipe import recipes
@@ -75,7 +75,7 @@ def figures(plan: Plan, first: Plan) -> dict[str, Any]:
     rate, first_rate = _rate(plan), _rate(first)
     same = first_rate * first.forecast_step_s / (rate * plan.forecast_step_s)
     scaled = {name: same * seconds for name, seconds in parts(plan).items()}
-    name, growth = grows(scaled, parts(first))
+    name, growth = grown_most(scaled, parts(first))
     published, before = plan.published, first.published
     published_efficiency = None
     if published and before and published["gpu_type"] == before["gpu_type"]:

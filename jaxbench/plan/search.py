@@ -23,12 +23,12 @@ from jaxbench.base.hardware import Gpu
 from jaxbench.base.terminal import console, write
 from jaxbench.plan import candidates
 from jaxbench.plan.absent import check_compiler
-from jaxbench.plan.candidates import layout, least_state, memory, merged, options
+from jaxbench.plan.candidates import estimated_peak, layout, least_state, merged, options
 from jaxbench.plan.many_pages import search_page
-from jaxbench.plan.plan import Plan, grows, parts
+from jaxbench.plan.plan import Plan, grown_most, parts
 from jaxbench.plan.processes import plan_each, progress
 from jaxbench.plan.systems import Target
-from jaxbench.plan.text import gib
+from jaxbench.plan.text import gib, in_gib
 from jaxbench.recipe import recipes
 from jaxbench.recipe.names import gpus_name, work_name
 from jaxbench.recipe.recipes import Recipe
@@ -96,7 +96,7 @@ class Search:
         comes first."""
         if not self.tried:
             return [self.row][:count]
-        return self.worth()[:count]
+        return self.to_compile()[:count]
 
     def best(self) -> Run | None:
         """The fastest candidate that fits. Of equally fast candidates, the one with the lowest
@@ -104,7 +104,7 @@ class Search:
         fitting = [(o.seconds, o.peak, run) for run, o in self.tried.items() if o.fits]
         return min(fitting, key=lambda entry: entry[:2], default=(None,))[-1]
 
-    def worth(self) -> list[Run]:
+    def to_compile(self) -> list[Run]:
         """What is worth compiling next, the most promising first: the best candidate so far with
         another policy, or with one or two other settings. While no candidate fits, any layout, and
         first those that we expect to fit with full remat."""
@@ -113,9 +113,9 @@ class Search:
             return self._to_fit()
         best_s = self.tried[best].seconds
         near = [run for run in self.layouts if candidates.distance(run, best) == 1]
-        single = [_with_options(run, best) for run in near]
+        single = [_with_options_of(run, best) for run in near]
         slower = self._slower_options()
-        other = candidates.with_options(best, self.fixed)
+        other = candidates.other_options(best, self.fixed)
         before = options(best)
         single += [run for run in other if slower.isdisjoint({*options(run)} - {*before})]
         found = dict(filter(None, map(self._fastest, single)))
@@ -132,15 +132,15 @@ class Search:
     def _to_fit(self) -> list[Run]:
         """Layouts that may fit while nothing does, each with its fastest policy that may fit."""
         centre = min(self.tried, key=lambda run: self.tried[run].peak)
-        peaks = [(memory(centre), self.tried[centre].peak)]
+        peaks = [(estimated_peak(centre), self.tried[centre].peak)]
 
         def order(run: Run) -> tuple[bool, int]:
-            too_big = _peak(memory(run), peaks) > CAUTION * self.limit
+            too_big = _peak(estimated_peak(run), peaks) > CAUTION * self.limit
             return too_big, candidates.distance(run, centre)
 
         result: list[Run] = []
         for run in sorted(self.layouts, key=order):
-            if new := self._fastest(_with_options(run, self.row)):
+            if new := self._fastest(_with_options_of(run, self.row)):
                 result.append(new[0])
             if len(result) == BATCH:
                 break
@@ -156,12 +156,12 @@ class Search:
             return None
         best = self.best()
         near = compiled or [best or min(self.tried, key=lambda other: self.tried[other].peak)]
-        peaks = [(memory(other), self.tried[other].peak) for other in near]
+        peaks = [(estimated_peak(other), self.tried[other].peak) for other in near]
         room = self.limit * (1 if compiled else CAUTION)
         every = candidates.policies(run, self.remat, self.offload)
         if best and run.parallelism.pipeline == 1:
             every = [candidates.policy_of(best), *every]
-        needed = {policy: _peak(memory(run, policy), peaks) for policy in every}
+        needed = {policy: _peak(estimated_peak(run, policy), peaks) for policy in every}
         fitting = [policy for policy in every if needed[policy] <= room]
         if not fitting and best is None:
             fitting = [min(every, key=needed.__getitem__)]
@@ -205,14 +205,15 @@ class Search:
 
 
 def _peak(estimate: float, compiled: list[tuple[float, float]]) -> float:
-    """The expected peak for an estimate (`candidates.memory`): the peak of the compiled candidate
-    with the nearest estimate, plus the difference between the estimates. `compiled` has estimates
-    and peaks; an infinite peak is none."""
+    """The expected peak for an estimate (`candidates.estimated_peak`): the peak of the compiled
+    candidate with the nearest estimate, plus the difference between the estimates. `compiled` has
+    estimates and peaks. The peak of a candidate that did not compile is infinite and does not
+    count."""
     nearest, peak = min(compiled, key=lambda pair: abs(pair[0] - estimate))
     return estimate + (peak - nearest if peak < math.inf else 0)
 
 
-def _with_options(run: Run, other: Run) -> Run:
+def _with_options_of(run: Run, other: Run) -> Run:
     """A layout with another candidate's options, as far as it can have them."""
     sums = "step" if run.parallelism.pipeline > 1 else other.execution.replica_sums
     flags = other.execution.xla_flags
@@ -226,14 +227,14 @@ def search(
 ) -> int:  # fmt: skip
     """Searches from a row and prints the candidates, or writes them in another form. Returns 1 if
     none fits."""
-    state = explored(recipe, row, config, limit, target)
+    state = run(recipe, row, config, limit, target)
     lines = table(state.tried, state.row)
     best = next((line for line in lines if line["fits"]), None)
     counts = {"shapes": state.total, "state_does_not_fit": state.cannot_fit}
     tried = f"{counted(len(lines), 'candidate')} compiled, of {state.total} meshes and microbatches"
     if state.cannot_fit:
         tried += f"; in {state.cannot_fit} of these the train state alone does not fit"
-    left = len(state.worth()) if best else 0
+    left = len(state.to_compile()) if best else 0
     more = f"another {counted(left, 'candidate')} may be faster (--limit)"
     tried += f"; {more}" if left else "; we expect no other to be as fast"
     changes = [*row.overrides, *best["set"]] if best else []
@@ -258,21 +259,13 @@ def search(
     return int(best is None)
 
 
-def explored(recipe: Recipe, row: Run, config: str, limit: int, target: Target) -> Search:
-    """A search from a row with at most `limit` candidates. What the user `--set` on the row stays
-    as it is."""
+def run(recipe: Recipe, row: Run, config: str, limit: int, target: Target) -> Search:
+    """A finished search from a row: compiles candidates until there are `limit` of them, or until
+    none is worth it. What the user `--set` on the row stays as it is."""
     overrides = recipes.parse_overrides(list(row.overrides))
     fixed = {f"{override.section}.{override.name}" for override in overrides}
     check_compiler()
     state = Search(row, target.gpu, frozenset(fixed & {*candidates.KEYS}))
-    explore(state, recipe, row, config, limit, target)
-    return state
-
-
-def explore(
-    state: Search, recipe: Recipe, row: Run, config: str, limit: int, target: Target
-) -> None:
-    """Compiles candidates until there are `limit` of them, or until none is worth it."""
     with progress() as bar:
         task = bar.add_task(f"{row.recipe} {row.row}", total=limit)
         while batch := state.batch(min(BATCH, limit - len(state.tried))):
@@ -284,6 +277,7 @@ def explore(
                 bar.advance(task)
                 state.tried[runs[run]] = Outcome.of(plan)
         bar.update(task, total=bar.tasks[task].completed)
+    return state
 
 
 def _resolved(recipe: Recipe, run: Run, row: Run) -> Run:
@@ -340,7 +334,7 @@ def why(plan: Plan, best: Plan | None) -> str:
         return f"does not fit: {gib(size.peak - size.limit)} over the limit"
     if best is None or plan is best:
         return ""
-    name, longer = grows(parts(plan), parts(best))
+    name, longer = grown_most(parts(plan), parts(best))
     return (
         f"{plan.forecast_step_s - best.forecast_step_s:+.3f} s; {part_name(name)} {longer:+.3f} s"
     )
@@ -355,7 +349,7 @@ def show(lines: list[dict[str, Any]]) -> None:
         figures = ("", "", "")
         if "step_s" in line:
             ratio = f"{line['of_row']:.3f}" if line["of_row"] else ""
-            figures = (f"{line['step_s']:.3f}", ratio, f"{line['peak'] / 2**30:.1f}")
+            figures = (f"{line['step_s']:.3f}", ratio, in_gib(line["peak"]))
         reason = "the row; " * (not line["set"]) + line["why"]
         reason = shorten(reason.removesuffix("; "), REASON_WIDTH)
         microbatch, other = str(line["microbatch"]), " ".join(line["other"])

@@ -2,7 +2,7 @@
 
 While cuDNN plans a call, it asks CUDA's runtime for a GPU and loads a kernel through the driver.
 The stubs let it do so: they answer for one GPU and fail every other call. Nothing ever runs. This
-module does not import JAX, since JAX loads the real runtime as soon as it is imported.
+module imports JAX only for Transformer Engine, since JAX loads the real runtime at once.
 """
 
 import ctypes
@@ -52,8 +52,19 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int n) {
   return cudaSuccess;
 }
 """
-"""The part of CUDA's runtime that cuDNN's frontend calls. It wants a GPU that is not older than
-Ampere. The GPU that it plans for comes from XLA."""
+"""The part of CUDA's runtime that cuDNN's frontend calls. The frontend refuses GPUs that are older
+than Ampere. The GPU that it plans for comes from XLA."""
+
+ENGINE_RUNTIME = """
+#include <string.h>
+#include <cuda_runtime_api.h>
+cudaError_t cudaGetDeviceCount(int *n) { *n = 1; return cudaSuccess; }
+cudaError_t cudaGetDevice(int *n) { *n = 0; return cudaSuccess; }
+cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int n) {
+  memset(p, 0, sizeof *p); p->major = MAJOR; return cudaSuccess;
+}
+"""
+"""The part of CUDA's runtime that Transformer Engine calls while it is traced."""
 
 
 def prepare(words: Sequence[str]) -> None:
@@ -71,8 +82,8 @@ def load() -> str | None:
         return "jax before 0.11 cannot ask cuDNN for them"
     if not installed("jax_plugins.xla_cuda13"):
         return "cuDNN is not installed"
-    if lacking := [name for name in ("gcc", "nm") if shutil.which(name) is None]:
-        return f"asking cuDNN needs {' and '.join(lacking)}"
+    if lacking := _lacking_tools():
+        return f"asking cuDNN needs {lacking}"
     if "libcudart.so" in Path("/proc/self/maps").read_text():
         return LOADED
     try:
@@ -81,6 +92,30 @@ def load() -> str | None:
     except RecipeError as error:
         return str(error)
     return None
+
+
+def engine_missing() -> str | None:
+    """The reason why Transformer Engine cannot be traced; None if it can."""
+    if not installed("transformer_engine"):
+        return "Transformer Engine is not installed (README: Transformer Engine)"
+    return f"its stubs need {lacking}" if (lacking := _lacking_tools()) else None
+
+
+@cache
+def load_for_engine(capability: int) -> None:
+    """Loads the stubs with which Transformer Engine can be imported and traced, for GPUs of a major
+    compute capability. Its libraries link to the driver and to NCCL. Raises RecipeError."""
+    if reason := engine_missing():
+        raise RecipeError(f"Transformer Engine cannot be planned: {reason}")
+    import jax
+
+    jax.devices()  # JAX's plugin loads NCCL
+    build("libcuda.so.1", driver() + ENGINE_RUNTIME, f"-DMAJOR={capability}")
+
+
+def _lacking_tools() -> str:
+    """The tools for building stubs that are not installed."""
+    return " and ".join(name for name in ("gcc", "nm") if shutil.which(name) is None)
 
 
 def driver() -> str:

@@ -14,6 +14,7 @@ from jaxbench.forecast.interval import accuracy, errors
 from jaxbench.plan.plan import Plan
 from jaxbench.plan.processes import plan_all
 from jaxbench.plan.systems import Target
+from jaxbench.plan.text import in_gib
 from jaxbench.recipe import planned, recipes
 from jaxbench.recipe.settings import Run
 
@@ -72,14 +73,14 @@ def cells(plan: Plan, gpu: str) -> dict[str, str]:
         "GPU": gpu,
         "GPUs": str(plan.gpus),
         "mesh": plan.mesh,
-        "peak GiB": f"{size.peak / 2**30:.1f}",
-        "limit GiB": f"{size.limit / 2**30:.1f}",
-        "host GiB": f"{size.host / 2**30:.1f}",
+        "peak GiB": in_gib(size.peak),
+        "limit GiB": in_gib(size.limit),
+        "host GiB": in_gib(size.host),
         "fits": "yes" if plan.fits else "NO",
         "TFLOP": f"{plan.flops.compiled / 1e12:.0f}",
         "recompute": f"{plan.flops.recompute_ratio:.3f}",
-        "wire GiB": f"{plan.wire_bytes / 2**30:.1f}",
-        "uncovered GiB": f"{plan.uncovered_wire_bytes / 2**30:.1f}",
+        "wire GiB": in_gib(plan.wire_bytes),
+        "uncovered GiB": in_gib(plan.uncovered_wire_bytes),
         "exposed s": f"{plan.bound_parts_s['exposed']:.3f}",
         "bound s": f"{plan.bound_step_s:.3f}",
         "bound MFU %": mfu("bound"),
@@ -114,7 +115,7 @@ def write_table(
     write_whole(output / "plan.csv", text.getvalue())
 
 
-def difference(before: Path, after: Path, percent: float) -> tuple[str, bool]:
+def compare_tables(before: Path, after: Path, percent: float) -> tuple[str, bool]:
     """A line for each value that moved by more than `percent` between two tables (plan.csv), and
     whether anything got worse: a value of a column grew, a row no longer fits, or a row is missing.
     Raises RecipeError for a file that is no such table."""

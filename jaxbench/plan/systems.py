@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxbench.base.errors import RecipeError, meant
 from jaxbench.base.hardware import PLANNED, Gpu
+from jaxbench.forecast.tables import Tables, load
 from jaxbench.recipe import strict_yaml
 
 PEAKS = ("bf16", "fp8", "mxfp8", "nvfp4")
@@ -33,6 +34,10 @@ class Target:
     kernels: Path | None = None
     asked: str = ""
 
+    def tables(self) -> Tables:
+        """The measurements for this GPU: those of `kernels`, and the package's for the rest."""
+        return load(self.gpu.name.lower(), self.kernels)
+
     def options(self) -> list[str]:
         """The options of the command line."""
         return ["--gpu", self.asked or self.name, *self.further_options()]
@@ -47,6 +52,14 @@ class Target:
         """The same GPU with further settings of `--system`. Raises RecipeError."""
         gpu = with_settings(self.gpu, settings)
         return replace(self, gpu=gpu, system=(*self.system, *settings))
+
+
+def system(gpu: Gpu) -> dict[str, Any]:
+    """The properties and links of the GPU that decide a plan."""
+    names = ("device", "memory", "bandwidth", "nvlink", "nic", "host", "node", "domain", "leaf",
+             "oversubscription", "latency")  # fmt: skip
+    peaks = {f"{dtype} TFLOP/s": peak for dtype, peak in gpu.tflops.items()}
+    return {name: getattr(gpu, name) for name in names} | peaks
 
 
 def find(asked: str, kernels: Path | None = None) -> Target:

@@ -22,14 +22,14 @@ MOVES, SHOWN_MOVES = 0.1, 6
 """The least percent by which a change must move a forecast to be shown, and the most changes."""
 
 
+def in_gib(count: float) -> str:
+    """Bytes in GiB, without the unit."""
+    return f"{count / 2**30:.1f}"
+
+
 def gib(count: float) -> str:
-    """Formats bytes as GiB."""
-    return f"{count / 2**30:.1f} GiB"
-
-
-def report(plan: Plan) -> str:
-    """The whole plan as text: the answer, and what it rests on."""
-    return f"{answer(plan)}\n{details(plan)}"
+    """Bytes in GiB, with the unit."""
+    return f"{in_gib(count)} GiB"
 
 
 def details(plan: Plan) -> str:
@@ -46,17 +46,17 @@ def details(plan: Plan) -> str:
             f"  state       parameters {gib(state.parameters)}, optimizer {gib(state.optimizer)}",
             f"  temporaries {gib(size.temporaries)}{held}",
             *_uncounted(plan),
-            *_host(plan),
+            *_host_memory(plan),
             f"work        {work.compiled / 1e12:.1f} TFLOP per device and step, "
             f"{work.recompute_ratio:.3f} times the model's",
             f"  kernels     {kernels(plan)}",
             *pipeline(plan),
             *network(plan),
             *schedule(plan),
-            *host(plan),
+            *host_copies(plan),
             *bound(plan, f"; {_rates(plan, 'bound')}"),
             "largest buffers at the peak:",
-            *_buffers(plan, "  "),
+            *(f"  {gib(b.bytes):>9}  {b.shape:32} {b.name}" for b in plan.largest_buffers),
             *_published(plan),
             *_options(plan),
             f"lowered in {plan.lower_s:.1f} s, compiled in {plan.compile_s:.1f} s, "
@@ -71,10 +71,10 @@ def answer(plan: Plan) -> str:
     fits = "fits      " if size.peak <= size.limit else "DOES NOT FIT"
     lines = [
         f"{plan.recipe}, row {plan.row}{_derived(plan)}: {plan.mesh}, {plan.system['device']}",
-        f"  {fits} {size.peak / 2**30:.1f} of {gib(size.limit)} per GPU",
+        f"  {fits} {in_gib(size.peak)} of {gib(size.limit)} per GPU",
     ]
     if size.host > size.host_limit:
-        over = f"{size.host / 2**30:.1f} of {gib(size.host_limit)} of host memory per GPU"
+        over = f"{in_gib(size.host)} of {gib(size.host_limit)} of host memory per GPU"
         lines.append(f"  DOES NOT FIT {over}")
     if f.unknown:
         lines.append("  step       no forecast: we do not know what some calls compute")
@@ -103,17 +103,13 @@ def _derived(plan: Plan) -> str:
     return f" (derived: {model['layers']} layers, global batch {batch['global_batch']})"
 
 
-def _buffers(plan: Plan, indent: str) -> list[str]:
-    return [f"{indent}{gib(b.bytes):>9}  {b.shape:32} {b.name}" for b in plan.largest_buffers]
-
-
 def _uncounted(plan: Plan) -> list[str]:
     """What the peak lacks if cuDNN could not be asked."""
     reason = plan.without_cudnn
     return [f"  not counted: the workspaces of cuDNN's attention ({reason})"] if reason else []
 
 
-def _host(plan: Plan) -> list[str]:
+def _host_memory(plan: Plan) -> list[str]:
     """The activations that are kept in host memory."""
     size, asked = plan.bytes_per_device, plan.settings["execution"]["offload"] != "none"
     if size.host:
@@ -179,7 +175,7 @@ def schedule(plan: Plan) -> list[str]:
     ]
 
 
-def host(step: Step) -> list[str]:
+def host_copies(step: Step) -> list[str]:
     """The copies of a step from and to the host."""
     moved = step.host
     line = (

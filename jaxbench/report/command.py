@@ -81,7 +81,7 @@ def _log(path: Path) -> RunData | None:
 
 def _unreadable(path: Path, error: OSError) -> RunData:
     reason = f"it cannot be read: {error.strerror}"
-    return RunData(path=path, source="", recipe=path.name, failed=reason)
+    return RunData(path=path, recipe=path.name, failed=reason)
 
 
 def published_runs(path: Path) -> Iterator[RunData]:
@@ -89,7 +89,7 @@ def published_runs(path: Path) -> Iterator[RunData]:
     for row in published.read(path):
         errata = f" ({', '.join(row.errata)})" if row.errata else ""
         yield RunData(
-            path=path, source="published", recipe=f"{row.title}{errata}",
+            path=path, recipe=f"{row.title}{errata}",
             gpus=row.gpus, dtype=row.dtype, label="published", model=row.title,
             steps=Steps(seconds={0: row.step_time_s}, expected=1, last=0),
             tokens=row.tokens_per_step, flops={"published": row.flops_per_gpu},

@@ -39,7 +39,7 @@ the shell."""
 LONGEST = 120
 """The most characters of a value that differs, in a text."""
 
-TOLD = 0.02
+TELEMETRY_DIFFERS = 0.02
 """Telemetry of two runs differs if their medians differ by a larger share."""
 
 Outcome = Literal["faster", "slower", "same", "undecided"]
@@ -143,10 +143,10 @@ def differences(a: Result, b: Result) -> Iterator[tuple[str, Any, Any]]:
     for name in dict.fromkeys([*left, *right]):
         if left.get(name) != right.get(name) and not JOB_VARIABLE.search(name):
             yield name, left.get(name), right.get(name)
-    yield from _told(a.run, b.run)
+    yield from _telemetry(a.run, b.run)
 
 
-def _told(a: RunData, b: RunData) -> Iterator[tuple[str, str, str]]:
+def _telemetry(a: RunData, b: RunData) -> Iterator[tuple[str, str, str]]:
     """What telemetry says of one run and not of the other: the typical clock and power, and slow
     nodes. Nothing if one of them has no telemetry."""
     both = [gpus(run.record) for run in (a, b)]
@@ -157,7 +157,7 @@ def _told(a: RunData, b: RunData) -> Iterator[tuple[str, str, str]]:
     ):  # fmt: skip
         if all(values):
             typical_a, typical_b = map(statistics.median, values)
-            if abs(typical_b - typical_a) > TOLD * typical_a:
+            if abs(typical_b - typical_a) > TELEMETRY_DIFFERS * typical_a:
                 yield f"{name}, {unit}", f"{typical_a:.1f}", f"{typical_b:.1f}"
     if all(both):
         before, after = (", ".join(sorted(slow_nodes(every))) or "none" for every in both)

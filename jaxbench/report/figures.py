@@ -9,7 +9,7 @@ from jaxbench.recipe.published import ERRATA
 from jaxbench.report.named import NamedRun
 
 
-class Figure(NamedTuple):
+class PublishedFigure(NamedTuple):
     """A published figure. `rate` is in tokens/s/GPU. `days` are for 1e12 tokens on its GPUs; a
     model with fewer layers than the published models of its name is `shortened` and has none."""
 
@@ -24,19 +24,19 @@ class Figure(NamedTuple):
     errata: tuple[str, ...]
 
 
-def models(runs: Sequence[NamedRun]) -> list[tuple[str, list[Figure]]]:
+def models(runs: Sequence[NamedRun]) -> list[tuple[str, list[PublishedFigure]]]:
     """The figures of each model: by GPU, as in `hardware`, then by precision and GPUs."""
     rows = [(run, row) for run in runs if (row := run.result.run.published)]
     full: dict[str, int] = {}
     for _, row in rows:
         model = f"{row['workload']} {row['size']}"
         full[model] = max(full.get(model, 0), row["layers"])
-    found: dict[str, list[Figure]] = {model: [] for model in full}
+    found: dict[str, list[PublishedFigure]] = {model: [] for model in full}
     for run, row in rows:
         model = f"{row['workload']} {row['size']}"
         rate = run.line["tokens_per_s_per_gpu"]
         whole = row["layers"] == full[model]
-        found[model].append(Figure(
+        found[model].append(PublishedFigure(
             gpu=hardware.PLANNED[row["gpu_type"]].name, dtype=row["dtype"], gpus=row["gpus"],
             layers=row["layers"], shortened=not whole, rate=rate, mfu_pct=run.line["mfu_pct"],
             days=flops.days_per_1t_tokens(rate * row["gpus"]) if whole else None,

@@ -38,7 +38,7 @@ def read(folder: Path) -> RunData:
         run = _run(folder, record)
     except MALFORMED as error:
         reason = f"its record cannot be read: {' '.join(str(error).split())}"
-        return RunData(path=folder, source="jaxbench", recipe=folder.name, failed=reason)
+        return RunData(path=folder, recipe=folder.name, failed=reason)
     try:
         record["environment"] = json.loads((folder / ENVIRONMENT).read_text())
     except MALFORMED:
@@ -72,7 +72,6 @@ def _run(folder: Path, record: dict[str, Any]) -> RunData:
         started = datetime.fromtimestamp(path.stat().st_mtime, UTC)
     return RunData(
         path=folder,
-        source="jaxbench",
         recipe=f"{recipe['recipe']}:{recipe['row']}",
         gpus=int(positive(recipe["gpus"])),
         dtype=dtype,

@@ -2,11 +2,11 @@
 
 import csv
 import io
-from dataclasses import replace
 from typing import Any
 
 from jaxbench.base.files import as_json
 from jaxbench.report.runs import Result
+from jaxbench.results.quantity import figure
 
 COLUMNS = {
     "verdict": "verdict", "recipe": "recipe", "gpus": "GPUs", "dtype": "dtype", "label": "label",
@@ -30,24 +30,27 @@ DECIMALS = {
 
 def line(result: Result, convention: str) -> dict[str, Any]:
     """A run by the keys of `COLUMNS`. Unknown values are None, and so are the figures of a run
-    whose step time does not count."""
-    if not result.complete:
-        result = replace(result, mean_s=None, std_s=None)
-    r, mfu = result.run, result.mfu(convention)
-    first, last = result.window
-    forecast = r.plan.step_s if r.plan else None
-    joules = result.joules_per_token if result.complete else None
+    whose step time does not count. `convention` is one of `flops.CONVENTIONS`."""
+    r, (first, last) = result.run, result.window
+    mean_s, std_s, joules = None, None, None
+    if result.complete:
+        mean_s, std_s = result.mean_s, result.std_s
+        joules = figure(r.record, "summary", "joules_per_token") or None
+    count, forecast = r.flops.get(convention), r.plan.step_s if r.plan else None
+    tflops = count / mean_s / 1e12 if count and mean_s else None
+    mfu = tflops / r.peak_tflops if tflops and r.peak_tflops else None
+    rate = r.tokens / mean_s / r.gpus if r.tokens and r.gpus and mean_s else None
     return {
         "verdict": result.verdict.name,
         "recipe": r.recipe.strip(),
         "gpus": r.gpus,
         "dtype": r.dtype,
         "label": r.label,
-        "step_time_s": result.mean_s,
-        "std_s": result.std_s,
+        "step_time_s": mean_s,
+        "std_s": std_s,
         "window": f"{first}:{last}",
-        "tokens_per_s_per_gpu": result.tokens_per_s_per_gpu,
-        "tflops_per_gpu": result.tflops_per_gpu(convention),
+        "tokens_per_s_per_gpu": rate,
+        "tflops_per_gpu": tflops,
         "mfu_pct": None if mfu is None else 100 * mfu,
         "joules_per_token": joules,
         "tokens_per_kwh": 3.6e6 / joules if joules else None,
@@ -55,7 +58,7 @@ def line(result: Result, convention: str) -> dict[str, Any]:
         "published_s": r.published["step_time_s"] if r.published else None,
         "ratio": result.verdict.ratio,
         "forecast_s": forecast,
-        "of_forecast": forecast / result.mean_s if forecast and result.mean_s else None,
+        "of_forecast": forecast / mean_s if forecast and mean_s else None,
         "reason": result.verdict.reason,
         "path": str(r.path).encode(errors="backslashreplace").decode(),
     }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxbench.report.gpus import early_host, gpus, least_wait, slow_gpu, slowdowns
+from jaxbench.report.gpus import gpus, late_host, least_wait, slow_gpu, slowdowns
 from jaxbench.report.runs import Result, RunData
 
 CLOCKED = ("matmuls", "attention", "scan")
@@ -111,7 +111,7 @@ def _devices(run: RunData) -> Iterator[Part]:
         name = f"GPU {worst.number} of {worst.node}"
         slow.append((lost, slow_gpu(worst, factors[worst]), name))
     if late := least_wait(every):
-        slow.append((late[1], early_host(*late), f"late process on {late[0].node}"))
+        slow.append((late[1], late_host(*late), f"late process on {late[0].node}"))
     if slow:
         lost, why, culprit = max(slow)
         yield Part("slow ranks", lost, why if lost else "none is an outlier", culprit)

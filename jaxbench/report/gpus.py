@@ -53,17 +53,18 @@ def gpus(record: dict[str, Any]) -> list[Gpu]:
 
 
 def _of_rank(rank: Any) -> Iterator[Gpu]:
-    if not isinstance(rank, dict) or (number := figure(rank, "rank")) is None:
+    if not isinstance(rank, dict) or (rank_number := figure(rank, "rank")) is None:
         return
-    told, products = (
+    telemetry, products = (
         rank[key] if isinstance(rank.get(key), list) else [] for key in ("gpus", "products_s")
     )
     wait_s, step_s = figure(rank, "wait_s"), figure(rank, "step_time_s", "mean")
-    for n in range(max(len(told), len(products), 1)):
-        gpu = told[n] if n < len(told) else {}
-        known = figure(gpu, "gpu")
+    for n in range(max(len(telemetry), len(products), 1)):
+        gpu = telemetry[n] if n < len(telemetry) else {}
+        number = figure(gpu, "gpu")
         yield Gpu(
-            node=str(rank.get("host")), rank=int(number), number=n if known is None else int(known),
+            node=str(rank.get("host")), rank=int(rank_number),
+            number=n if number is None else int(number),
             clock=figure(gpu, "clock_ratio"), power_w=figure(gpu, "power_w"),
             products_s=figure(dict(enumerate(products)), n), wait_s=wait_s,
             wait=wait_s / step_s if wait_s is not None and step_s else None,
@@ -71,8 +72,8 @@ def _of_rank(rank: Any) -> Iterator[Gpu]:
 
 
 def slowdowns(every: Sequence[Gpu], outlying: bool = True) -> dict[Gpu, float]:
-    """How many times as long as the typical GPU each GPU takes, by its clock or by its matmuls
-    alone, whichever is larger. It is 1 if the GPU is no outlier. Without `outlying`, every clock
+    """The time of each GPU over the time of the typical one, by its clock or by its matmuls alone,
+    whichever is larger. It is 1 if the GPU is no outlier. Without `outlying`, every clock
     below the typical one counts, since it is a mean of many samples."""
     clocks = {gpu: 1 / gpu.clock for gpu in every if gpu.clock}
     products = {gpu: gpu.products_s for gpu in every if gpu.products_s}
@@ -87,9 +88,9 @@ def slowdowns(every: Sequence[Gpu], outlying: bool = True) -> dict[Gpu, float]:
 
 
 def least_wait(every: Sequence[Gpu]) -> tuple[Gpu, float] | None:
-    """A GPU of the process that waits least for its devices, because its host is late, and by how
-    many seconds its wait is shorter than the typical one; 0 if it is no outlier. None if there is
-    only one process."""
+    """The process that waits least for its devices, because its host is late: one of its GPUs, and
+    by how many seconds its wait is shorter than the typical wait. The seconds are 0 if it is no
+    outlier. None if there is only one process."""
     some = {gpu.rank: gpu for gpu in every}
     waits = {gpu: gpu.wait_s for gpu in some.values() if gpu.wait_s is not None}
     if len(waits) < 2:
@@ -104,7 +105,7 @@ def slow_gpu(gpu: Gpu, factor: float) -> str:
     return f"{gpu}: {factor:.3f} times the typical GPU's time"
 
 
-def early_host(gpu: Gpu, seconds: float) -> str:
+def late_host(gpu: Gpu, seconds: float) -> str:
     """How much less a process waits than the others."""
     return f"rank {gpu.rank} on {gpu.node} waits {seconds:.3f} s less than the typical process"
 
@@ -112,7 +113,7 @@ def early_host(gpu: Gpu, seconds: float) -> str:
 def slow_nodes(every: Sequence[Gpu]) -> dict[str, str]:
     """For each slow node the reason: its slowest GPU, or the process that waits least."""
     late, factors = least_wait(every), slowdowns(every)
-    why = {late[0].node: early_host(*late)} if late and late[1] else {}
+    why = {late[0].node: late_host(*late)} if late and late[1] else {}
     slow = sorted((gpu for gpu in every if factors[gpu] > 1), key=lambda gpu: factors[gpu])
     return why | {gpu.node: slow_gpu(gpu, factors[gpu]) for gpu in slow}
 
@@ -131,11 +132,11 @@ def heat_maps(every: Sequence[Gpu]) -> tuple[list[dict[str, Any]], list[str]]:
         ("wait for the device", "% of the step", {g: _percent(g.wait) for g in every},
          {g for g in every if late and late[1] and g.rank == late[0].rank}),
     ):  # fmt: skip
-        told = {gpu: value for gpu, value in values.items() if value is not None}
-        if len(told) > 1 and bad:
-            pictures.append(_heat_map(title, unit, told, bad, _nodes(every)))
-        elif len(told) > 1:
-            least, most = f"{min(told.values()):.1f}", f"{max(told.values()):.1f}"
+        known = {gpu: value for gpu, value in values.items() if value is not None}
+        if len(known) > 1 and bad:
+            pictures.append(_heat_map(title, unit, known, bad, _nodes(every)))
+        elif len(known) > 1:
+            least, most = f"{min(known.values()):.1f}", f"{max(known.values()):.1f}"
             spread = f"{least} {unit} everywhere" if least == most else f"{least} to {most} {unit}"
             sentences.append(f"{title}: {spread}")
     return pictures, sentences
@@ -162,7 +163,7 @@ def _nodes(every: Sequence[Gpu]) -> dict[str, list[Gpu]]:
 
 
 def _heat_map(
-    title: str, unit: str, told: dict[Gpu, float], bad: set[Gpu], nodes: dict[str, list[Gpu]],
+    title: str, unit: str, known: dict[Gpu, float], bad: set[Gpu], nodes: dict[str, list[Gpu]],
 ) -> dict[str, Any]:  # fmt: skip
     """A picture: its cells, which are thick lines, one path for normal ones and one for outliers;
     the nodes' names and the outliers' labels; and what it says in words."""
@@ -173,14 +174,14 @@ def _heat_map(
     labels = []
     for row, gpus_of_node in enumerate(nodes.values()):
         for column, gpu in enumerate(gpus_of_node):
-            if gpu in told:
+            if gpu in known:
                 css = "outlier" if gpu in bad else "normal"
                 cells[css] += f"M{start + CELL * column},{ROW * row + 8}h{CELL - 1}"
-        if found := [f"GPU {g.number}: {told[g]:.1f}" for g in gpus_of_node if g in bad]:
+        if found := [f"GPU {g.number}: {known[g]:.1f}" for g in gpus_of_node if g in bad]:
             labels.append((ROW * row + 12, listed(found, LABELLED)))
-    normal = [value for gpu, value in told.items() if gpu not in bad]
+    normal = [value for gpu, value in known.items() if gpu not in bad]
     others = f"; the others: {min(normal):.1f} to {max(normal):.1f}" if normal else ""
-    outlying = (f"{gpu}: {told[gpu]:.1f}" for gpu in sorted(bad, key=lambda gpu: told[gpu]))
+    outlying = (f"{gpu}: {known[gpu]:.1f}" for gpu in sorted(bad, key=lambda gpu: known[gpu]))
     return {
         "title": title, "unit": unit, "cells": cells, "labels": labels, "end": end + 4,
         "names": [(ROW * row + 12, name) for row, name in enumerate(names)],

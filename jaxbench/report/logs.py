@@ -96,9 +96,9 @@ class Workload(NamedTuple):
 
 
 @dataclass
-class Work:
-    """The work of the first step, in sequences or tokens, and at which later step the work is
-    different."""
+class LoggedBatch:
+    """What the first step trains on, in sequences or tokens, and at which later step that
+    changes."""
 
     batch: int | None = None
     tokens: int | None = None
@@ -140,13 +140,13 @@ def lines(path: Path) -> Iterator[str]:
 
 def read(path: Path) -> RunData | None:
     """The run in a log; None for any other file."""
-    steps, workload, work = Steps(), named(path), Work()
+    steps, workload, logged = Steps(), workload_of(path), LoggedBatch()
     source = other = None
     traced, smoke, memory, declarations = False, False, 0.0, {}
     for line in (part for whole in lines(path) for part in RECORD_START.split(whole)):
         if line.startswith("GSW:"):
             declarations = dict(re.findall(r"(\w+)=(\S+)", line))
-            workload = declared(declarations, workload)
+            workload = with_declared(declarations, workload)
         smoke = smoke or line.startswith(SMOKE[:9])
         traced = traced or ("NCCL INFO" in line and "opCount" in line)
         for name, (pattern, repeats) in FORMATS.items():
@@ -154,7 +154,7 @@ def read(path: Path) -> RunData | None:
                 continue
             source, values, steps.repeats = name, match.groupdict(), repeats
             steps.add(int(values["n"]), float(values["s"]), float(values["loss"]))
-            work.add(values)
+            logged.add(values)
             memory = max(memory, float(values.get("memory") or 0))
             last, count = values.get("last"), values.get("count")
             steps.expected = int(last) + 1 if last else int(count or PUBLISHED_STEPS)
@@ -162,16 +162,15 @@ def read(path: Path) -> RunData | None:
             other = next((name for name, at in OTHER_FORMATS.items() if at.search(line)), None)
     if source is None and workload.model is None and other is None:
         return None
-    run = _run(path, steps, workload, work)
-    run.source = source or "log"
+    run = _run(path, steps, workload, logged)
     if source is None:
         of = f"a log of {other}: " if other else ""
         run.failed = f"{of}it has no iteration in a known format ({', '.join(FORMATS)})"
     if smoke:
         run.label = "smoke"
         run.not_comparable.insert(0, "smoke row on a CPU")
-    if work.changed:
-        run.not_comparable.insert(0, work.changed)
+    if logged.changed:
+        run.not_comparable.insert(0, logged.changed)
     run.peak_memory = memory if 0 < memory < LARGEST else None
     declarations.pop("JOB_ID", None)
     run.record = {"environment": declarations} if declarations else {}
@@ -181,7 +180,7 @@ def read(path: Path) -> RunData | None:
     return run
 
 
-def named(path: Path) -> Workload:
+def workload_of(path: Path) -> Workload:
     """The workload according to the names of a log and of its folders. The nearest name counts."""
     parts = path.parts[::-1]
     dtype = next((part for part in parts if part in ("bf16", "fp8")), None)
@@ -193,7 +192,7 @@ def named(path: Path) -> Workload:
     return Workload(dtype=dtype)
 
 
-def declared(values: dict[str, str], workload: Workload) -> Workload:
+def with_declared(values: dict[str, str], workload: Workload) -> Workload:
     """The workload according to the first line of an older script's log, completed by what is
     known."""
     gpus = workload.gpus
@@ -217,12 +216,12 @@ def _family(workload: Workload) -> str | None:
     return names.get(aliases.get(plain, plain))
 
 
-def _run(path: Path, steps: Steps, workload: Workload, work: Work) -> RunData:
+def _run(path: Path, steps: Steps, workload: Workload, logged: LoggedBatch) -> RunData:
     """A run with its published row, or the reason why it has none."""
     family, (model, size, dtype, gpus) = _family(workload), workload
     run = RunData(
-        path=path, source="", recipe=f"{family or model or path.stem} {size or ''}",
-        gpus=gpus, dtype=dtype, label="log", steps=steps, tokens=work.tokens,
+        path=path, recipe=f"{family or model or path.stem} {size or ''}",
+        gpus=gpus, dtype=dtype, label="log", steps=steps, tokens=logged.tokens,
         model=f"{family or model} {size}" if model else "",
         started=datetime.fromtimestamp(path.stat().st_mtime, UTC), dated="file time",
     )  # fmt: skip
@@ -239,7 +238,7 @@ def _run(path: Path, steps: Steps, workload: Workload, work: Work) -> RunData:
             else f"nothing is published for {run.recipe.strip()} {dtype} on {counted(gpus)}"
         )
         return run
-    run.tokens = work.tokens or (work.batch or row.gbs) * row.seq_len
+    run.tokens = logged.tokens or (logged.batch or row.gbs) * row.seq_len
     if run.tokens != row.tokens_per_step:
         run.not_comparable.append(
             f"its step has {run.tokens} tokens, the published one {row.tokens_per_step}"

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from jaxbench.base.hardware import NULL, is_null
 from jaxbench.results.plans import PlannedStep
 from jaxbench.results.profiled import Compared
-from jaxbench.results.quantity import figure
 from jaxbench.results.verdict import Verdict, judge
 from jaxbench.results.window import spread, start_of, too_short
 
@@ -82,10 +81,10 @@ class Steps:
 class RunData:
     """Everything known about a run.
 
-    `source` is the kind of log or record, `model` the family and size. `flops` are the model's
-    FLOPs per step and GPU, by convention. `published` is the published row. Bytes are of one GPU.
-    `dated` says where `started` is from: "record", or "file time". `record` holds run.json and
-    environment.json, or the fields that a log declares.
+    `model` is the family and size. `flops` are the model's FLOPs per step and GPU, by convention.
+    `published` is the published row. Bytes are of one GPU. `dated` says where `started` is from:
+    "record", or "file time". `record` holds run.json and environment.json, or the fields that a log
+    declares.
 
     `host_s` has two values for each step: the seconds that its process took for the records of the
     step before, and how many of these it spent on compiling. `layer_loads` has the load of the
@@ -95,7 +94,6 @@ class RunData:
     """
 
     path: Path
-    source: str
     recipe: str
     gpus: int | None = None
     dtype: str | None = None
@@ -170,27 +168,6 @@ class Result:
     def complete(self) -> bool:
         """True if the step time counts."""
         return self.verdict.name in ("pass", "slow", "not comparable")
-
-    @property
-    def tokens_per_s_per_gpu(self) -> float | None:
-        """Training throughput."""
-        r = self.run
-        return r.tokens / self.mean_s / r.gpus if r.tokens and r.gpus and self.mean_s else None
-
-    @property
-    def joules_per_token(self) -> float | None:
-        """The energy of the GPUs per token in J. None if NVML did not report their power."""
-        return figure(self.run.record, "summary", "joules_per_token") or None
-
-    def tflops_per_gpu(self, convention: str) -> float | None:
-        """Model TFLOP/s by a convention of `flops.CONVENTIONS`."""
-        count = self.run.flops.get(convention)
-        return count / self.mean_s / 1e12 if count and self.mean_s else None
-
-    def mfu(self, convention: str) -> float | None:
-        """Model FLOPs utilization, with the GPU's peak or the peak that the source states."""
-        rate, peak = self.tflops_per_gpu(convention), self.run.peak_tflops
-        return rate / peak if rate and peak else None
 
 
 def evaluate(run: RunData, window: Window) -> Result:

@@ -13,7 +13,7 @@ from jaxbench.base.hardware import Gpu
 from jaxbench.xla.instruction import SOURCE, Instruction, Scope, ints
 from jaxbench.xla.rewrites import COLLECTIVES
 
-ALIKE = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
+COUNTS_AS = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
 """Kinds of collectives that send as much as another kind. A ragged all-to-all sends what its result
 can hold. A broadcast in a ring sends as much as an all-gather of its result."""
 
@@ -22,20 +22,19 @@ can hold. A broadcast in a ring sends as much as an all-gather of its result."""
 class Collective:
     """A collective instruction. `bytes` is the size of its result on one device. `devices` is the
     first of its largest replica groups, and `others` are the remaining groups of the same size.
-    `count` is how often it runs per step."""
+    `count` is how often it runs per step. `source` is its JAX operation."""
 
     kind: str
-    name: str
     bytes: int
     devices: tuple[int, ...]
-    count: int
-    source: str
+    count: int = 1
     others: tuple[tuple[int, ...], ...] = ()
+    source: str = ""
 
     @property
-    def like(self) -> str:
+    def counts_as(self) -> str:
         """The kind by whose rules we count its bytes and time."""
-        return ALIKE.get(self.kind, self.kind)
+        return COUNTS_AS.get(self.kind, self.kind)
 
     @property
     def group(self) -> int:
@@ -52,11 +51,11 @@ class Collective:
             "reduce-scatter": self.bytes * (n - 1),
             "all-reduce": 2 * self.bytes * (n - 1) / n,
             "collective-permute": self.bytes,
-        }[self.like]
+        }[self.counts_as]
         return round(per_run * self.count)
 
     @property
-    def every(self) -> tuple[tuple[int, ...], ...]:
+    def all_groups(self) -> tuple[tuple[int, ...], ...]:
         """The devices of all groups."""
         return self.devices, *self.others
 
@@ -65,9 +64,9 @@ class Collective:
         return self.domain_members(gpu) < self.group
 
     def domain_members(self, gpu: Gpu) -> int:
-        """Devices of a group in one domain. This is the least over all groups and domains, since a
-        step waits for the slowest group."""
-        return _domain_members(self.every, gpu.domain)
+        """The number of devices that a group has in one NVLink domain. It is the least over all
+        groups and domains, since a step waits for the slowest group."""
+        return _domain_members(self.all_groups, gpu.domain)
 
     def adapter_bytes(self, gpu: Gpu) -> float:
         """The bytes that one run sends over the network adapter of each GPU; 0 inside a domain.
@@ -79,28 +78,30 @@ class Collective:
         if not self.crosses_domains(gpu):
             return 0.0
         members = self.domain_members(gpu)
-        if self.like == "all-to-all":
+        if self.counts_as == "all-to-all":
             return self.bytes * (self.group - members) / self.group
         return self.wire_bytes / self.count / members
 
-    def blocked(self, gpu: Gpu) -> float:
+    def uplink_slowdown(self, gpu: Gpu) -> float:
         """The factor by which oversubscribed uplinks slow down what leaves a domain, if all groups
-        send at the same time. Of the domains that a ring has below a leaf switch, only one sends
-        over the uplinks. In an all-to-all those bytes use them whose receiver is below another
-        leaf, and in a permute those pairs that are."""
+        send at the same time. A ring passes through all its domains below a leaf switch, and only
+        one of them sends over the uplinks. In an all-to-all, bytes use the uplinks if their
+        receiver is below another leaf. In a permute, pairs use them if they are below different
+        leaves."""
         if not gpu.leaf:
             return 1.0
         leaf = gpu.leaf * gpu.domain
-        if self.like == "collective-permute":
-            leaving = Counter(min(pair) // leaf for pair in self.every if _apart(pair, gpu.domain))
-            rising = Counter(min(pair) // leaf for pair in self.every if _apart(pair, leaf))
+        if self.counts_as == "collective-permute":
+            pairs = self.all_groups
+            leaving = Counter(min(pair) // leaf for pair in pairs if _apart(pair, gpu.domain))
+            rising = Counter(min(pair) // leaf for pair in pairs if _apart(pair, leaf))
             share = max((rising[n] / leaving[n] for n in rising), default=0.0)
             return max(1.0, share * gpu.oversubscription)
-        below, members = _domain_members(self.every, leaf), self.domain_members(gpu)
+        below, members = _domain_members(self.all_groups, leaf), self.domain_members(gpu)
         if below == self.group:
             return 1.0
         share = members / below
-        if self.like == "all-to-all":
+        if self.counts_as == "all-to-all":
             share = (self.group - below) / (self.group - members)
         return max(1.0, share * gpu.oversubscription)
 
@@ -108,7 +109,7 @@ class Collective:
         """The least time of one run: bytes over bandwidth, without latency. A ring between domains
         is no faster than NVLink, over which it passes inside each domain."""
         on_nvlink = 0.0
-        if self.like != "all-to-all" or not self.crosses_domains(gpu):
+        if self.counts_as != "all-to-all" or not self.crosses_domains(gpu):
             on_nvlink = self.wire_bytes / self.count / (gpu.nvlink * 1e9)
         return max(on_nvlink, self.adapter_bytes(gpu) / (gpu.nic * 1e9))
 
@@ -123,7 +124,7 @@ def _domain_members(groups: tuple[tuple[int, ...], ...], domain: int) -> int:
     return min(min(Counter(d // domain for d in group).values()) for group in groups)
 
 
-def completed(i: Instruction, scope: Scope, runs: int) -> Collective | None:
+def completed(i: Instruction, scope: Scope, runs: int = 1) -> Collective | None:
     """The collective whose result this instruction returns: a synchronous collective, or the
     `-done` of an asynchronous one. None for other instructions, and for a single device."""
     kind = i.opcode.removesuffix("-done")
@@ -136,14 +137,15 @@ def completed(i: Instruction, scope: Scope, runs: int) -> Collective | None:
     if len(devices) < 2:
         return None
     source = start.attribute(SOURCE) or ""
-    return Collective(kind, i.name, i.bytes, devices, runs, source, tuple(others))
+    return Collective(kind, i.bytes, devices, runs, tuple(others), source)
 
 
 @cache
 def groups(attributes: str) -> tuple[tuple[int, ...], ...]:
-    """Devices of each replica group. `rewrites` adds to the attributes what the ids of groups
-    number, and `{}` is then one group of all. Without this addition the ids number devices. Pairs
-    of `source_target_pairs` are sorted by decreasing distance."""
+    """Devices of each replica group. `rewrites` adds `group_mode` to the attributes: whether the
+    ids number replicas, partitions or devices. In that case `{}` is one group of all. Without a
+    mode the ids number devices. Pairs of `source_target_pairs` are sorted by decreasing
+    distance."""
     ids = _ids(attributes)
     if "source_target_pairs={}" in attributes:
         return ((0,),)

@@ -146,7 +146,7 @@ def overruled(run: Run, platform: str) -> list[str]:
     return [
         f"XLA_FLAGS: {name} is {value!r}, not {selected[name]!r} as in the recipe's set"
         for name, value in options(run, platform).items()
-        if name in selected and name in asked(variable()) and selected[name] != value
+        if name in selected and name in values_in(variable()) and selected[name] != value
     ]
 
 
@@ -176,7 +176,7 @@ def _user_values(ours: Options, overrides: Options) -> Options:
     """The values that `XLA_FLAGS` has for options that we pass to the compiler. We pass these
     values, since an option that is passed takes precedence over the variable."""
     values: Options = {}
-    for name, text in asked(variable()).items():
+    for name, text in values_in(variable()).items():
         if name not in ours and name != PGLE:
             continue
         old = ours.get(name, "")
@@ -196,7 +196,8 @@ def _user_values(ours: Options, overrides: Options) -> Options:
 
 def multi_streaming(run: Run) -> bool:
     """True if the collectives of a run have several streams on GPUs."""
-    chosen = options(run, "gpu").get(MULTI_STREAMING, asked(variable()).get(MULTI_STREAMING, False))
+    by_variable = values_in(variable()).get(MULTI_STREAMING, False)
+    chosen = options(run, "gpu").get(MULTI_STREAMING, by_variable)
     return chosen in (True, "", "true", "1")
 
 
@@ -238,7 +239,7 @@ after it."""
 
 
 @cache
-def asked(text: str) -> dict[str, str]:
+def values_in(text: str) -> dict[str, str]:
     """The flags in a value of `XLA_FLAGS`, without quotes. The value of a flag without one is
     empty."""
     return {flag["name"]: next(filter(None, flag.groups()[1:]), "") for flag in _flags(text)}
@@ -281,7 +282,7 @@ def check(text: str, where: str = "XLA_FLAGS") -> None:
     reasons = []
     for flag in flags:
         if (refusal := _refusal(flag.group().strip())) is not None:
-            name, value = flag["name"], asked(flag.group())[flag["name"]]
+            name, value = flag["name"], values_in(flag.group())[flag["name"]]
             unread = name in KNOWN or "parsing failed" in refusal
             reasons.append(f"{name} cannot be {value!r}" if unread else explain(name))
     raise RecipeError(f"{where}: {'; '.join(reasons) or f'the compiler refuses {text!r}'}")

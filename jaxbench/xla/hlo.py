@@ -104,7 +104,7 @@ class Program:
     """A compiled module: its computations by name, the name of its entry computation, the number of
     devices that it is compiled for, and the rules for its custom calls.
 
-    `assumed` says what was counted in another way than it may run. `multi_streaming` is true if the
+    `assumed` names what may run in another way than we counted it. `multi_streaming` is true if the
     program's collectives on NVLink and on the network run at the same time. Its text does not say
     so; it follows from a compiler option (`flags.MULTI_STREAMING`).
     """

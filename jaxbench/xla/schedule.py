@@ -21,8 +21,7 @@ from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Program, Work
 from jaxbench.xla.host_copies import HostLink
 from jaxbench.xla.instruction import DTYPE_BITS, SOURCE, Instruction, Scope
-from jaxbench.xla.launches import launches, launches_kernel
-from jaxbench.xla.moved import traffic, written_fp8
+from jaxbench.xla.kernels import launches, launches_kernel, moved_bytes, written_fp8
 from jaxbench.xla.rewrites import COLLECTIVES
 from jaxbench.xla.timeline import KERNELS, LINKS, Kernel, Schedule, Transfer
 
@@ -84,7 +83,7 @@ class Walk:
             collective = i.opcode.removesuffix("-start") in COLLECTIVES
             if launches_kernel(i) and not collective and not host_copies.copies(i, scope):
                 works = tuple(_works(self.program, i, scope))
-                moved = traffic(self.program, i, scope)
+                moved = moved_bytes(self.program, i, scope)
                 unknown = self.program.unknown(i, scope)
                 fp8 = written_fp8(self.program, i, scope)
                 kernel = Kernel(works, moved, i.attribute(SOURCE) or "", unknown, fp8)
@@ -102,25 +101,25 @@ class Walk:
 
     def _simulate(self, name: str, costs: Roofline) -> Schedule:
         total, scope = Schedule(), self.program.computations[name]
-        completed = ((i, collectives.completed(i, scope, 1)) for i in scope.values())
+        completed = ((i, collectives.completed(i, scope)) for i in scope.values())
         starts = {_start_name(i): collective for i, collective in completed if collective}
         free_at: dict[bool, float] = {}  # for each queue of collectives
-        beside, link = _Beside(total), HostLink(costs.gpu, total.host)
+        side, link = _SideStream(total), HostLink(costs.gpu, total.host)
         running: dict[str, tuple[Collective, float, float]] = {}  # with its seconds and end
         uncovered: set[str] = set()
         for i in scope.values():
             start_s, kernel_s, waited_s, computes = total.step_s, total.kernel_s, 0.0, False
             kernel, launched = self._kernel(name, i), self._launched(name, i)
-            total.kernels += launched
-            if kernel is not None and costs.hides_copies and _moves_beside(i, kernel):
-                beside.start(i.name, kernel, costs.kernel(kernel))
+            total.launches += launched
+            if kernel is not None and costs.hides_copies and _only_moves_bytes(i, kernel):
+                side.start(i.name, kernel, costs.kernel(kernel))
             elif kernel is not None:
                 total.parts.update(costs.kernel(kernel))
                 total.moving_s += costs.moving(kernel)
                 total.occupy(KERNELS, i.name, start_s, total.kernel_s - kernel_s, launched, kernel)
                 computes = bool(kernel.works)
             elif i.opcode.endswith("-done"):
-                beside.finish(i.operands[0])
+                side.finish(i.operands[0])
                 waited_s = link.finish(i.operands[0], total.step_s)
             elif launches_kernel(i) and host_copies.copies(i, scope):
                 direction, size = host_copies.written(self.program, i, scope)
@@ -155,10 +154,10 @@ class Walk:
                 total.transfers.append(
                     Transfer(collective, seconds, exposed_s, start not in uncovered)
                 )
-        return beside.finished()
+        return side.finished()
 
 
-class _Beside:
+class _SideStream:
     """Asynchronous kernels that move bytes next to the kernels of a schedule. They run one after
     another, in the time in which the other kernels leave the memory bandwidth unused."""
 
@@ -194,7 +193,7 @@ class _Beside:
         return self.schedule.step_s - self.schedule.moving_s
 
 
-def _moves_beside(i: Instruction, kernel: Kernel) -> bool:
+def _only_moves_bytes(i: Instruction, kernel: Kernel) -> bool:
     """True for an asynchronous kernel without arithmetic. A kernel with arithmetic competes for the
     cores."""
     return i.opcode.endswith("-start") and not kernel.works

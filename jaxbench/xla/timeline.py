@@ -114,7 +114,7 @@ class Schedule:
     slowed_s: float = 0.0
     exposed_s: float = 0.0
     moving_s: float = 0.0
-    kernels: int = 0
+    launches: int = 0
     transfers: list[Transfer] = field(default_factory=list)
     host: HostTraffic = field(default_factory=HostTraffic)
     computes: bool = False
@@ -143,7 +143,7 @@ class Schedule:
         self.slowed_s += body.slowed_s * times
         self.exposed_s += body.exposed_s * times
         self.moving_s += body.moving_s * times
-        self.kernels += body.kernels * times
+        self.launches += body.launches * times
         self.transfers += [t.repeated(times) for t in body.transfers]
         self.host.add(body.host, times)
 

@@ -2,8 +2,10 @@
 
 from compiled import collectives_of
 
-from jaxbench.base.hardware import H100
-from jaxbench.forecast.guide import expected, guide
+from jaxbench.base.hardware import H100, placed
+from jaxbench.forecast.costs import Measured
+from jaxbench.forecast.guide import guide
+from jaxbench.forecast.tables import load
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.schedule import Walk
 
@@ -24,7 +26,7 @@ metadata={scheduling_name="all-gather-done.7"}
 
 def test_a_profile_has_kernels_and_collectives_by_the_names_before_scheduling():
     program = Program.parse(PROGRAM)
-    costs = expected(H100, program.devices)
+    costs = Measured(placed(H100, program.devices), load("h100"))
     ((_, dot, _),) = Walk(program).kernels()
     (gather,) = collectives_of(program)
     assert sorted(guide(program, H100).splitlines()) == [

@@ -16,8 +16,8 @@ from jaxbench.forecast.interval import (
     Timed,
     accuracy,
     errors,
+    every_program,
     interval,
-    read,
     student,
     without,
 )
@@ -103,7 +103,7 @@ def test_errors_are_said_by_precision():
 
 
 def test_weak_programs_do_not_count():
-    every = read(ERRORS)
+    every = every_program()
     assert {t.family for t in every if t.weak} == {
         "llama31_70b_bf16_h200_first", "llama31_405b_fp8_h200", "llama2_7b_bf16_a3mega",
     }  # fmt: skip
@@ -145,7 +145,7 @@ def test_the_document_and_the_errors_are_of_one_run():
         text,
         re.MULTILINE,
     )
-    written = read(ERRORS)
+    written = every_program()
     assert len(shown) == len(written)
     for (family, gpus, gpu, published, step, low, high, inside), t in zip(
         shown, written, strict=True

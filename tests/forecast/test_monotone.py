@@ -153,7 +153,7 @@ def test_what_moves_a_forecast():
     of_step = 100 / expected.step_s
     products_s = expected.parts_s["products"]
     assert 0 < percent["matmuls"] <= 0.05 * products_s * of_step * (1 + 1e-9)
-    launches = walk.under(Roofline(gpu)).kernels
+    launches = walk.under(Roofline(gpu)).launches
     assert 0 < percent["launches"] <= launches * 2e-6 * of_step
     for links in ("collectives between NVLink domains", "collectives inside NVLink domains"):
         assert 0 < percent[links] < 25

@@ -92,31 +92,6 @@ def test_a_users_table_comes_first(tmp_path):
     assert len(found.values["product", "fp8"]) == len(tables.load("h100").values["product", "fp8"])
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (OWN.replace("h100", "h200"), "kernels of h200, but the plan is for h100"),
-        (OWN.replace("# gpu: h100\n", ""), "no line '# gpu: NAME'"),
-        (OWN.replace("7.5", "-1"), "product,bf16,1024x1024x1024,-1"),
-        (OWN.replace("7.5", "nan"), "product,bf16,1024x1024x1024,nan"),
-        (OWN.replace("1024x1024x1024", "1024"), "product,bf16,1024,7.5"),
-        (OWN.replace("product,", "sausage,"), "sausage"),
-        (OWN.replace("bf16", "bfloat16"), "product,bfloat16"),
-        (OWN.replace("1024x1024x1024", "0x1024x1024"), "product,bf16,0x1024x1024"),
-        (OWN + "product,bf16,512x2048x1024,8\n", "no line has the smallest m, n and k"),
-        (OWN + "collective,all-gather,1x8,8\n", "collective,all-gather,1x8"),
-        ("# gpu: h100\n", "not a table of kernels"),
-    ],
-)
-def test_a_file_that_is_no_table_is_one_line(tmp_path, text, message):
-    file = tmp_path / "own.csv"
-    file.write_text(text)
-    with pytest.raises(RecipeError) as error:
-        tables.load("h100", file)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 def test_an_unknown_gpu_says_which_are_known():
     with pytest.raises(
         RecipeError, match=r"we have no measured kernels of a100; .* b200, b300, gb200, gb300, h100"
@@ -158,18 +133,28 @@ def test_a_table_that_a_spreadsheet_saved_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (OWN.replace("h100", "h200"), "kernels of h200, but the plan is for h100"),
+        (OWN.replace("# gpu: h100\n", ""), "no line '# gpu: NAME'"),
+        (OWN.replace("7.5", "-1"), "product,bf16,1024x1024x1024,-1"),
+        (OWN.replace("7.5", "nan"), "product,bf16,1024x1024x1024,nan"),
+        (OWN.replace("1024x1024x1024", "1024"), "product,bf16,1024,7.5"),
+        (OWN.replace("product,", "sausage,"), "sausage"),
+        (OWN.replace("bf16", "bfloat16"), "product,bfloat16"),
+        (OWN.replace("1024x1024x1024", "0x1024x1024"), "product,bf16,0x1024x1024"),
+        (OWN + "product,bf16,512x2048x1024,8\n", "no line has the smallest m, n and k"),
+        (OWN + "collective,all-gather,1x8,8\n", "collective,all-gather,1x8"),
         (OWN.replace(",", ";"), "expected kind,name,sizes,.. and got 'kind;name;sizes;"),
-        (OWN.replace("7.5", "7,5"), "expected values as product,bf16,.*'product,bf16,.*,7,5'"),
-        (OWN.replace(",7.5", ""), "line [0-9]+: expected values as product,bf16"),
-        (OWN.replace("1024x1024x1024", "1024 x 1024"), "line [0-9]+: expected values as"),
-        ("", "no line kind,name,sizes"),
+        (OWN.replace("7.5", "7,5"), "got 'product,bf16,1024x1024x1024,7,5'"),
+        (OWN.replace(",7.5", ""), "line 4: expected values as product,bf16"),
+        ("# gpu: h100\n", "not a table of kernels: no line kind,name,sizes"),
         ('{"a": 1}', "line 1: expected kind,name,sizes"),
-        (OWN + "\0", "."),
+        (OWN + "\0", "own.csv: not a table of kernels: "),
     ],
 )
-def test_a_table_in_another_form_names_the_line(tmp_path, text, message):
+def test_a_file_that_is_no_table_is_one_line(tmp_path, text, message):
     file = tmp_path / "own.csv"
     file.write_text(text)
-    with pytest.raises(RecipeError, match=f"own.csv: not a table of kernels: .*{message}") as error:
+    with pytest.raises(RecipeError) as error:
         tables.load("h100", file)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)

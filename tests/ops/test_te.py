@@ -19,7 +19,7 @@ from jaxbench.ops import quantized
 from jaxbench.ops.quantized import te, te_blocks
 from jaxbench.ops.quantized.block_formats import FORMATS, dequantized
 from jaxbench.ops.quantized.block_scaled import quantize_activation
-from jaxbench.plan import driver
+from jaxbench.plan import stubs
 from jaxbench.recipe.settings import Precision
 from jaxbench.train.program_checks import check_program, describe_kernels
 from jaxbench.xla.custom_calls import AMAX, GEMM, QUANTIZE, quantized_matmuls
@@ -42,7 +42,7 @@ BLOCKS = {
 def by(implementation, name, gpus, *changes, gpu=H100):
     """A row compiled with an implementation. A process has one stub, and what is traced does not
     depend on its capability."""
-    driver.load_stub(9)
+    stubs.load_for_engine(9)
     return Compiled(name, gpus, *changes, f"precision.implementation={implementation}", gpu=gpu)
 
 

@@ -148,14 +148,6 @@ def test_tables_are_compared_row_by_row(changes, status, said, tmp_path, capsys)
     assert capsys.readouterr().out == said.format(a=a, b=b)
 
 
-def test_what_is_no_table_is_one_line(tmp_path, capsys):
-    for text in ("recipe,GPUs\nllama,8\n", TABLE.replace("1000", "many")):
-        (tmp_path / "a.csv").write_text(text)
-        message = "not a table of plan --all (plan.csv)"
-        words = ["--diff", tmp_path / "a.csv", tmp_path / "a.csv"]
-        assert_mistake(command.main, words, message, capsys)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

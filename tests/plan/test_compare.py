@@ -9,7 +9,7 @@ from mistakes import assert_mistake
 from parsed import Parsed
 
 from jaxbench.base.hardware import H100, PLANNED
-from jaxbench.forecast.goodput import Assumed, expected
+from jaxbench.forecast.goodput import Assumed, job_goodput
 from jaxbench.plan import compare_gpus, search, systems
 from jaxbench.recipe import flops, recipes
 
@@ -51,7 +51,7 @@ def test_a_cell_is_what_one_calculates_by_hand(compared):
     assert status == 0
     h100, uneven, gb200, failed = content["cells"]
     assert h100["state_bytes"] == pytest.approx(STATE, rel=1e-3)
-    share = expected(8, h100["state_bytes"], Assumed(mtbf_gpu_hours=1e4)).share
+    share = job_goodput(8, h100["state_bytes"], Assumed(mtbf_gpu_hours=1e4)).share
     assert h100["goodput"]["share"] == share
     h100, gb200 = ({**cell, **cell["figures"]} for cell in (h100, gb200))
     steps = 2e12 / (128 * 8192)
@@ -90,9 +90,7 @@ def test_what_is_not_known_is_left_out(compared, monkeypatch):
 def test_systems_are_told_apart_by_their_names(tmp_path, capsys):
     path = tmp_path / "mine.yaml"
     path.write_text("like: h100\nnic: 25\n")
-    target = compare_gpus.with_its_settings(
-        systems.find(str(path)), ["mine:nic=12", "h100:nic=100"]
-    )
+    target = compare_gpus.with_system(systems.find(str(path)), ["mine:nic=12", "h100:nic=100"])
     assert target.gpu.nic == 12
     other = tmp_path / "h100.yaml"
     other.write_text("like: h100\n")

@@ -150,12 +150,6 @@ def test_a_program_for_tpus_is_refused(line, program, capsys):
     assert_mistake(command.main, ["--hlo", program, "--json"], said, capsys)
 
 
-def test_names_without_a_percent_sign_are_the_same_program(program, capsys):
-    found = read(program, capsys)
-    program.write_text(PROGRAM.replace("%", ""))
-    assert read(program, capsys) == found
-
-
 def test_part_of_a_program_is_one_line(tmp_path, capsys):
     """Wherever the file ends, and whichever line is missing."""
     path, entry = tmp_path / "step.txt", PROGRAM.index("ENTRY")

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import takewhile
 
 import jax
@@ -15,14 +16,16 @@ import pytest
 from compiled import needs_compiler
 from made_plans import made
 
+from jaxbench import mesh
 from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.forecast.interval import accuracy, errors
 from jaxbench.plan import absent, ask_cudnn, command, difference, processes, sweep, text
+from jaxbench.plan.compiled_step import mesh_axes
 from jaxbench.plan.plan import Pipelined, rates_of, read, stages
 from jaxbench.plan.systems import Target
-from jaxbench.plan.traffic import mesh_axes
 from jaxbench.recipe import planned as table_of_plans
 from jaxbench.recipe import published, recipes
+from jaxbench.train.step import init_state
 
 ROW = ["--config", "configs/llama31_8b_bf16.yaml", "--gpus", "16"]
 SMALL = ["--set", "model.layers=2", "--set", "model.vocabulary=4096",
@@ -57,6 +60,17 @@ def test_a_plan_says_what_was_asked(planned):
     )
     assert sum(found["bound_parts_s"].values()) == pytest.approx(found["bound_step_s"])
     assert "all-gather-start" in (folder / "program.hlo.txt").read_text()
+
+
+@needs_compiler
+def test_making_the_state_takes_no_more_than_the_state():
+    """So a row whose step fits can begin: the state is the step's arguments."""
+    run, _ = command.resolve(ROW[1], 16, SMALL[1::2], H100)
+    with jax.set_mesh(mesh.make_mesh(run.mesh_shape, absent.compile_only_devices(H100, run.gpus))):
+        held = jax.jit(partial(init_state, run)).lower().compile().memory_analysis()
+    assert held.output_size_in_bytes > 2**28
+    # Scalars and alignment.
+    assert held.peak_memory_in_bytes - held.output_size_in_bytes < 2**20
 
 
 @needs_compiler
@@ -148,7 +162,7 @@ def test_a_published_mfu_is_the_one_of_the_list(planned, row, line, errata):
     plan = read(planned[1] / "plan.json")
     known = plan.rates | {"published": rates_of(run, H100, found.step_time_s)}
     plan = replace(plan, published=asdict(found), rates=known)
-    text_lines = text.report(plan).splitlines()
+    text_lines = text.details(plan).splitlines()
     at = next(i for i, found in enumerate(text_lines) if found.startswith("published"))
     assert line in text_lines[at]
     below = takewhile(lambda found: found.startswith("  "), text_lines[at + 1 :])
@@ -173,8 +187,8 @@ def test_a_plan_says_in_which_options_train_s_program_differs(planned):
     plan = read(planned[1] / "plan.json")
     expected = {"xla_gpu_autotune_level": 0} | ({} if plan.without_cudnn else ask_cudnn.OPTIONS)
     assert plan.planned_flags == expected
-    assert "\ncompiled with the options of train and xla_gpu_autotune_level=0" in text.report(plan)
-    assert "options of train" not in text.report(replace(plan, planned_flags={}))  # an older plan
+    assert "\ncompiled with the options of train and xla_gpu_autotune_level=0" in text.details(plan)
+    assert "options of train" not in text.details(replace(plan, planned_flags={}))  # an older plan
 
 
 @needs_compiler
@@ -199,21 +213,21 @@ def test_a_plan_has_the_workspaces_of_cudnn(tmp_path):
 def test_a_plan_begins_with_the_answer():
     """Row, memory, step and published step, before anything that explains them."""
     plan = made()
-    name, fits, step, published = text.report(plan).splitlines()[:4]
+    name, fits, step, published = text.answer(plan).splitlines()
     assert name.startswith(f"{plan.recipe}, row {plan.row}: ")
     assert re.fullmatch(r"  fits +\d+\.\d of \d+\.\d GiB per GPU", fits)
     assert step.startswith(f"  step       {plan.forecast_step_s:.3f} s (90 % interval ")
     assert published.startswith(f"  published  {plan.published['step_time_s']} s on H100, ")
     size = replace(plan.bytes_per_device, peak=plan.bytes_per_device.limit + 2**30)
-    too_big = text.report(replace(plan, bytes_per_device=size, published=None)).splitlines()
+    too_big = text.answer(replace(plan, bytes_per_device=size, published=None)).splitlines()
     assert too_big[1].startswith("  DOES NOT FIT ")
-    assert too_big[3] == ""
+    assert len(too_big) == 3
 
 
 def test_a_plan_says_why_workspaces_are_not_counted():
     asked, not_asked = made(), made(without_cudnn="asking cuDNN needs gcc")
-    assert "not counted" not in text.report(asked)
-    assert "workspaces of cuDNN's attention (asking cuDNN needs gcc)" in text.report(not_asked)
+    assert "not counted" not in text.details(asked)
+    assert "workspaces of cuDNN's attention (asking cuDNN needs gcc)" in text.details(not_asked)
 
 
 @pytest.mark.parametrize(("temporaries", "result"), [(40, "not reached"), (55, "probably reached")])
@@ -221,11 +235,11 @@ def test_a_plan_says_whether_the_schedule_reached_its_memory_limit(temporaries, 
     """XLA's scheduler gives up overlap to stay below it."""
     plan = made()
     size = replace(plan.bytes_per_device, temporaries=temporaries * 2**30, scheduled=57 * 2**30)
-    said = text.report(replace(plan, bytes_per_device=size))
+    said = text.details(replace(plan, bytes_per_device=size))
     (line,) = re.findall(r"\n  memory limit of XLA's scheduler (.*)", said)
     assert line.startswith(result)
     assert line.endswith(f"temporaries {temporaries}.0 GiB of 57.0 GiB")
-    assert "memory limit" not in text.report(plan)
+    assert "memory limit" not in text.details(plan)
 
 
 def test_a_plan_of_before_can_be_read(tmp_path):

@@ -86,7 +86,7 @@ def test_a_search_knows_the_sum_of_experts_in_a_latent_space():
     assert run.execution.remat in {policy.remat for policy in candidates.policies(run)}
     without = replace(run, execution=replace(run.execution, remat="attention,residual"))
     assert spared(without) < spared(run)
-    assert candidates.memory(without) < candidates.memory(run)
+    assert candidates.estimated_peak(without) < candidates.estimated_peak(run)
 
 
 def test_what_the_user_sets_stays():
@@ -143,7 +143,7 @@ def test_memory_is_near_what_was_compiled():
     rows = [line for line in planned.read()[1] if line["recipe"].startswith("llama")]
     for line in rows:
         if int(line["GPUs"]) > 1 and line["GPU"] == "h100":
-            expected = candidates.memory(row(line["recipe"], int(line["GPUs"]))) / 2**30
+            expected = candidates.estimated_peak(row(line["recipe"], int(line["GPUs"]))) / 2**30
             assert expected == pytest.approx(float(line["peak GiB"]), rel=0.2), line
 
 
@@ -175,7 +175,7 @@ def simulate(searching, limit, more=0, at_a_time=2):
     order."""
     while batch := searching.batch(min(at_a_time, limit - len(searching.tried))):
         for run in batch:
-            peak = candidates.memory(run) + more
+            peak = candidates.estimated_peak(run) + more
             searching.tried[run] = Outcome(seconds(run), peak, peak <= searching.limit)
     return list(searching.tried)
 
@@ -218,7 +218,7 @@ def test_a_search_finds_the_best_of_what_there_is():
         for layout in candidates.layouts(run, fixed)
         for policy in candidates.policies(layout)
         if (each := candidates.with_policy(layout, policy))
-        and candidates.memory(each) <= H100.memory_limit
+        and candidates.estimated_peak(each) <= H100.memory_limit
     ]
     assert seconds(searching.best()) == pytest.approx(min(everything), rel=0.01)
 
@@ -228,7 +228,7 @@ def test_a_search_gets_a_row_that_does_not_fit_to_fit():
     large = replace(run, execution=replace(run.execution, remat="none"))
     searching = Search(large, H100, FEW)
     seen = simulate(searching, 5, 8 * 2**30)
-    assert candidates.memory(seen[0]) > H100.memory_limit
+    assert candidates.estimated_peak(seen[0]) > H100.memory_limit
     assert searching.best() is not None
 
 
@@ -262,7 +262,7 @@ def test_what_has_no_room_is_saved_in_host_memory():
 
 def test_two_changes_are_one_candidate_unless_they_are_of_one_setting():
     run = row("llama2_70b_fp8", 256)
-    guided = next(candidates.with_options(run))
+    guided = next(candidates.other_options(run))
     near = [each for each in candidates.layouts(run) if candidates.distance(each, run) == 1]
     split = next(each for each in near if each.mesh_shape != run.mesh_shape)
     both = candidates.merged(guided, split, run)
@@ -276,7 +276,7 @@ def test_the_best_plan_says_what_is_worth_a_try():
     """What is exposed halves with a guided schedule, and with half as many microbatches."""
     run = row("llama2_70b_fp8", 256, "batch.microbatch=1")
     fewer = replace(run, batch=replace(run.batch, microbatch=2))
-    tuned, summed, *_ = candidates.with_options(run)
+    tuned, summed, *_ = candidates.other_options(run)
 
     def gain(new, axis):
         return candidates.layout_s(new, run, {f"exposed: {axis}": 1.0}, 4.0)
@@ -295,7 +295,7 @@ def test_two_changes_at_a_time_keep_what_the_user_sets(monkeypatch):
     run = row("llama2_70b_fp8", 256, "execution.remat=query,key,value,attention,residual")
     searching = Search(run, H100, FEW | {"execution.remat", "execution.offload"})
     searching.tried[searching.row] = Outcome(4.0, 60 * 2**30, True, plan=made())
-    found = searching.worth()
+    found = searching.to_compile()
     assert {each.execution.remat for each in found} == {run.execution.remat}
     assert {each.execution.offload for each in found} == {run.execution.offload}
     first = searching.row
@@ -306,24 +306,24 @@ def test_two_changes_at_a_time_keep_what_the_user_sets(monkeypatch):
 def test_an_option_that_made_a_candidate_slower_is_not_tried_again():
     run = row("llama2_70b_fp8", 64, "execution.xla_flags=tuned")
     searching = Search(run, H100, FEW)
-    guided = next(candidates.with_options(searching.row))
-    searching.tried[searching.row] = Outcome(4.0, candidates.memory(run), True)
-    assert any(each.execution.xla_flags == "guided" for each in searching.worth())
-    searching.tried[guided] = Outcome(4.1, candidates.memory(run), True)
-    assert not any(each.execution.xla_flags == "guided" for each in searching.worth())
+    guided = next(candidates.other_options(searching.row))
+    searching.tried[searching.row] = Outcome(4.0, candidates.estimated_peak(run), True)
+    assert any(each.execution.xla_flags == "guided" for each in searching.to_compile())
+    searching.tried[guided] = Outcome(4.1, candidates.estimated_peak(run), True)
+    assert not any(each.execution.xla_flags == "guided" for each in searching.to_compile())
 
 
 def test_options_next_to_one_that_was_slower_elsewhere_are_still_tried():
     run = row("llama2_70b_fp8", 64, "execution.xla_flags=tuned")
     searching = Search(run, H100, FEW)
     first = searching.row
-    guided = next(candidates.with_options(first))
-    searching.tried[first] = Outcome(4.0, candidates.memory(run), True)
-    searching.tried[guided] = Outcome(4.1, candidates.memory(run), True)
+    guided = next(candidates.other_options(first))
+    searching.tried[first] = Outcome(4.0, candidates.estimated_peak(run), True)
+    searching.tried[guided] = Outcome(4.1, candidates.estimated_peak(run), True)
     near = [each for each in searching.layouts if candidates.distance(each, first) == 1]
     best = replace(near[0], execution=guided.execution)
-    searching.tried[best] = Outcome(3.0, candidates.memory(run), True)
-    assert any(each.precision.gather != best.precision.gather for each in searching.worth())
+    searching.tried[best] = Outcome(3.0, candidates.estimated_peak(run), True)
+    assert any(each.precision.gather != best.precision.gather for each in searching.to_compile())
 
 
 def test_failed_candidates_are_passed_by():

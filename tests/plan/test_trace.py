@@ -27,7 +27,7 @@ def traced():
             lanes[event["tid"]] = event["args"]["name"]
         elif event["ph"] == "X":
             by_lane[lanes[event["tid"]]].append(event)
-    return found, schedule.kernels, by_lane
+    return found, schedule.launches, by_lane
 
 
 def test_kernels_and_waits_are_the_step(traced):

@@ -33,6 +33,7 @@ from jaxbench.base.hardware import H100
 from jaxbench.base.versions import installed
 from jaxbench.plan import difference, hlo_file
 from jaxbench.plan.row_page import plan_page
+from jaxbench.plan.systems import Target
 from jaxbench.report import command
 
 pytestmark = [
@@ -91,7 +92,7 @@ def pages(tmp_path_factory):
     texts["difference"] = difference.page(made(), awkward())
     program = folder.parent / "program.txt"
     program.write_text(PROGRAM.replace("=true", "=true, num_partitions=64", 1))
-    texts["program"] = hlo_file.page(hlo_file.read(program, H100, None))
+    texts["program"] = hlo_file.page(hlo_file.read(program, Target(H100, "h100")))
     with pytest.MonkeyPatch.context() as patch:
         for name, write in (("scaling", scaled), ("search", searched)):
             texts[name] = write(folder.parent / f"{name}.html", patch)

@@ -12,7 +12,7 @@ from compiled import Compiled, needs_compiler
 
 from jaxbench.base.hardware import H100
 from jaxbench.ops.attention import cudnn
-from jaxbench.plan.traffic import axes_of, traffic
+from jaxbench.plan.compiled_step import axes_of, traffic_by_axes
 from jaxbench.train.pipeline_schedule import interleaved_1f1b
 from jaxbench.train.program_checks import check_program
 from jaxbench.xla import collectives, schedule
@@ -121,7 +121,7 @@ def test_the_steady_state_hardly_waits_for_collectives(nemotron4):
 
 def test_the_plan_names_what_the_ranks_of_a_pipeline_send_each_other(nemotron4):
     timeline = schedule.Walk(nemotron4.program).under(schedule.Roofline(H100))
-    transfers = traffic(lambda c: axes_of(c, nemotron4.run.mesh_shape), H100, timeline)
+    transfers = traffic_by_axes(timeline, H100, lambda c: axes_of(c, nemotron4.run.mesh_shape))
     permutes = [t for t in transfers if t.kind == "collective-permute"]
     sent = 4 * 207 + 207 + 111 + 3
     assert [(t.axes, t.across_domains, t.count) for t in permutes] == [("pipeline", True, sent)]

@@ -101,7 +101,7 @@ def test_known_flags_are_kept_also_in_quotes_and_in_a_file(tmp_path):
     flags.check(text)
     for value in (text, str(tmp_path / "flags")):
         found = {GEMM: "false", "xla_dump_hlo_as_text": "", "xla_disable_hlo_passes": "a,b"}
-        assert flags.asked(value) == found
+        assert flags.values_in(value) == found
 
 
 def test_a_bad_change_of_the_set_is_named_on_every_platform():
