@@ -121,7 +121,6 @@ class Pair:
     peer: Peer
     ours: Side
     theirs: Side
-    program: maxtext.Program
     tried: int
     failed: int
 
@@ -198,16 +197,16 @@ def pair(peer: Peer, folder: Path) -> Pair | None:
         compile_s=planned.lower_s + planned.compile_s,
     )
     programs = [*peer.programs()]
-    found = {
-        program: theirs(program, stem, peer.target, planned.flops.model_full)
+    found = [
+        theirs(program, stem, peer.target, planned.flops.model_full)
         for program in programs
         if maxtext.path(stem := peer.stem(program, folder), ".json").is_file()
-    }
-    known = {p: side for p, side in found.items() if side.fits and not side.step.forecast.unknown}
+    ]
+    known = [side for side in found if side.fits and not side.step.forecast.unknown]
     if not known:
         return None
-    best = min(known, key=lambda program: known[program].step_s)
-    return Pair(peer, ours, known[best], best, len(found), len(programs) - len(found))
+    best = min(known, key=lambda side: side.step_s)
+    return Pair(peer, ours, best, len(found), len(programs) - len(found))
 
 
 def gib(size: float) -> str:
@@ -237,7 +236,8 @@ def document(pairs: list[Pair]) -> str:
         lines.append([row, f"{found.ratio:.2f}", *cells])
         tried = f"{found.tried}" + (f", {found.failed} did not compile" if found.failed else "")
         programs.append([row, found.ours.mesh, found.theirs.mesh, tried])
-        notes += [f"- {row}: {found.peer.entry['note']}."] * ("note" in found.peer.entry)
+        if note := found.peer.entry.get("note"):
+            notes.append(f"- {row}: {note}.")
     return "\n".join([
         f"{time.strftime('%Y-%m-%d')}. Our step over MaxText's by forecast, {len(pairs)} rows: "
         f"median {statistics.median(steps):.2f}, best {min(steps):.2f}, worst {max(steps):.2f}. "
