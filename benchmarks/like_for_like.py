@@ -13,32 +13,20 @@ all forecasts from them. Programs stay in results/like_for_like (or `--folder`).
 adds the forecasts to like_for_like_steps.csv under the name of a change, so that the document shows
 what each change of the forecast did.
 
-All programs are compiled in one way:
-
-- Dynamic-slice fusion is off. It runs saved matmuls twice, and no measured run had it.
-- XLA's scheduler has no memory limit. Below its limit it gives up overlap, and it takes a program
-  for larger than it is. The table says how much memory the scheduler believed to need.
-- FP8's amax is reduced in each layer. XLA moves these all-reduces out of the loop only since June
-  2025 (openxla/xla pull request 28184).
-- The outputs of attention have the name that Transformer Engine gives them.
-- If the published run was scheduled with a profile of itself (PGLE), and if more than `GUIDED` of
-  our step is exposed, the program is compiled again with a profile of the forecast's times.
+`maxtext_program.py` says how programs are compiled. The table says how much memory XLA's scheduler
+believed to need.
 """
 
 import argparse
 import csv
 import io
-import json
 import os
-import re
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +34,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import like_for_like_causes as causes
+import maxtext_program as maxtext
 import yaml
 from tables import replace_table
 
-from jaxbench.base import hardware
 from jaxbench.base.files import write_whole
-from jaxbench.base.hardware import placed
-from jaxbench.forecast.forecast import Forecast, expected_costs, forecast
-from jaxbench.forecast.guide import guide
+from jaxbench.base.hardware import Gpu, placed
+from jaxbench.forecast.forecast import Forecast, expected_costs
 from jaxbench.forecast.interval import (
     ERRORS,
     Interval,
@@ -64,8 +51,6 @@ from jaxbench.forecast.interval import (
     without,
 )
 from jaxbench.forecast.tables import load
-from jaxbench.plan import hlo_file
-from jaxbench.xla import flags
 from jaxbench.xla.hlo import Work
 from jaxbench.xla.schedule import Walk
 
@@ -74,60 +59,6 @@ FAMILIES: dict[str, dict[str, Any]] = yaml.safe_load(
 )
 FOLDER = Path("results", "like_for_like")
 STEPS = Path(__file__).with_name("like_for_like_steps.csv")
-
-GUIDED = 0.01
-"""If the published run had a profile, and waits for collectives are a larger share of our step than
-this, the program is scheduled again."""
-
-BASE = {
-    "attention": "cudnn_flash_jax", "use_iota_embed": True, "logits_dot_in_fp32": False,
-    "dataset_type": "synthetic", "enable_checkpointing": False, "hardware": "gpu",
-    "run_name": "peer", "steps": 50,
-}  # fmt: skip
-"""MaxText's options of every row: those of the published runs, with cuDNN's attention by JAX
-instead of Transformer Engine."""
-
-SLOP = 1.4
-"""The limit of XLA's scheduler, as a factor on its usual one. No program comes near it."""
-
-PUBLISHED: flags.Options = {
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_enable_triton_gemm": False,
-    "xla_gpu_enable_highest_priority_async_stream": True,
-    "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
-    "xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELINING_MODE_ON",
-    "xla_gpu_pipeline_all_reduce": "COLLECTIVE_PIPELINING_MODE_ON",
-    "xla_gpu_enable_while_loop_double_buffering": True,
-    "xla_gpu_enable_all_gather_combine_by_dim": False,
-    "xla_gpu_enable_reduce_scatter_combine_by_dim": False,
-    "xla_gpu_enable_command_buffer": "",
-    "xla_disable_hlo_passes": "rematerialization",
-}
-"""Compiler options of the published Llama 2 runs (MaxText, DGX Cloud Benchmarking 25.01), by their
-names in jax 0.11, without the thresholds that a row has of its own."""
-
-COMPILER: flags.Options = {
-    "xla_gpu_enable_dynamic_slice_fusion": False,
-    "xla_gpu_memory_limit_slop_factor": round(100 * SLOP),
-}
-"""Compiler options of every row, next to the published ones."""
-
-IN_LAYERS: flags.Options = {
-    "xla_disable_hlo_passes": "rematerialization,while-loop-all-reduce-code-motion"
-}
-"""FP8's amax is reduced where it arises; the published set disables rematerialization too."""
-
-COMBINE = [f"xla_gpu_{kind}_combine_threshold_bytes"
-           for kind in ("all_reduce", "all_gather", "reduce_scatter")]  # fmt: skip
-
-USUAL = 0.8
-"""The share of an absent GPU's memory that XLA's scheduler takes as its usual limit."""
-
-LOGGED = re.compile(
-    r"LatencyHidingScheduler current memory usage: (\d+) bytes. Current limit: (\d+)"
-)
-"""XLA's log of a schedule: the memory that the scheduler believes to need, and its limit. Arguments
-and outputs are in neither."""
 
 
 @dataclass(frozen=True)
@@ -155,12 +86,29 @@ class Row:
         return self.own["step_s"]
 
     @property
-    def gpu(self) -> hardware.Gpu:
-        gpu = hardware.PLANNED[self.of["gpu"]]
-        return replace(gpu, nic=self.of.get("nic", gpu.nic))
+    def program(self) -> maxtext.Program:
+        reduce, gather, scatter = self.of["combine"]
+        return maxtext.Program(
+            gpu=self.of["gpu"],
+            gpus=self.gpus,
+            dtype=self.of["dtype"],
+            sequence=self.of["sequence"],
+            batch=self.of["batch"],
+            mesh=self.own["mesh"],
+            options=self.of["options"],
+            combine=(reduce, gather, self.own.get("scatter", scatter)),
+            profiled=self.of.get("profiled", False),
+            nic=self.of.get("nic"),
+        )
 
-    def path(self, folder: Path, end: str = ".hlo.txt") -> Path:
-        return folder / f"{self.family}-{self.gpus}{end}"
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU, in the network of the run."""
+        return placed(self.program.target, self.gpus)
+
+    def stem(self, folder: Path) -> Path:
+        """The names of the row's files begin with this."""
+        return folder / f"{self.family}-{self.gpus}"
 
 
 def rows() -> list[Row]:
@@ -168,141 +116,12 @@ def rows() -> list[Row]:
     return [Row(family, gpus) for family, of in FAMILIES.items() for gpus in of["rows"]]
 
 
-def maxtext_options(row: Row) -> dict[str, object]:
-    """MaxText's options of a row."""
-    inner = [*row.own["mesh"]][-1]
-    node = min(row.gpu.node, row.gpus)
-    mesh: dict[str, int] = {}
-    for axis, size in row.own["mesh"].items():
-        inside = node if axis == inner else 1
-        mesh |= {f"ici_{axis}_parallelism": inside, f"dcn_{axis}_parallelism": size // inside}
-    return BASE | {
-        "scan_layers": True,
-        "quantization": "fp8" if row.of["dtype"] == "fp8" else "",
-        "max_target_length": row.of["sequence"],
-        "per_device_batch_size": row.of["batch"],
-        "compile_topology": "a3",
-        "compile_topology_num_slices": row.gpus // node,
-    } | mesh | row.of["options"]  # fmt: skip
-
-
-def compiler_options(row: Row) -> flags.Options:
-    """The compiler options of a row."""
-    reduce, gather, scatter = row.of["combine"]
-    limits = (reduce, gather, row.own.get("scatter", scatter))
-    in_layers = IN_LAYERS if row.of["dtype"] == "fp8" else {}
-    return PUBLISHED | COMPILER | in_layers | dict(zip(COMBINE, limits, strict=True))
-
-
-@contextmanager
-def saved_by_name() -> Iterator[None]:
-    """Names the outputs of cuDNN's attention `context`, as Transformer Engine does, while a program
-    is traced. Otherwise a policy that saves `context` runs attention forward a second time."""
-    from jax._src.cudnn import fused_attention_stablehlo
-    from jax.ad_checkpoint import checkpoint_name
-
-    from jaxbench.jax_internals import replaced
-
-    forward = fused_attention_stablehlo._dot_product_attention_fwd_p_wrapper
-
-    class Named:
-        @staticmethod
-        def bind(*args: Any, **options: Any) -> list[Any]:
-            return [checkpoint_name(output, "context") for output in forward.bind(*args, **options)]
-
-    with replaced(fused_attention_stablehlo, "_dot_product_attention_fwd_p_wrapper", Named):
-        yield
-
-
-def lowered(row: Row) -> Any:
-    """MaxText's lowered train step; runs in its environment."""
-    os.environ["DECOUPLE_GCLOUD"] = "TRUE"
-    import jax
-    import numpy as np
-    from flax.core.spmd import logical_axis_rules
-    from jax.sharding import AxisType, Mesh
-    from maxtext.configs import pyconfig
-    from maxtext.trainers.pre_train import train_compile as maxtext
-
-    from jaxbench.jax_internals import attention_for_mesh
-    from jaxbench.plan.absent import compile_only_devices
-
-    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
-    base = Path(pyconfig.__file__).with_name("base.yml")
-    options = [f"{name}={value}" for name, value in maxtext_options(row).items()]
-    config = pyconfig.initialize(["", str(base), *options])
-    shape = [row.own["mesh"].get(axis, 1) for axis in config.mesh_axes]
-    devices = np.array(compile_only_devices(row.gpu, row.gpus)).reshape(shape)
-    mesh = Mesh(devices, config.mesh_axes, axis_types=(AxisType.Auto,) * len(shape))
-    args, kwargs, state, _, model = maxtext.get_shaped_inputs(mesh, config)
-    parameters, state = maxtext.sharding.maybe_update_params_sharding_with_opt(config, state)
-    given = maxtext.sharding.build_zero1_input_state_mesh_shardings(config, state, parameters)
-    data = maxtext.sharding.get_input_data_sharding(config, mesh)
-    step, ins, outs, static, donate = maxtext.maxtext_utils.get_functional_train_with_signature(
-        maxtext.train.train_step, data, given, model, config, parameters
-    )
-    with (
-        jax.set_mesh(mesh),
-        logical_axis_rules(config.logical_axis_rules),
-        attention_for_mesh(),
-        saved_by_name(),
-    ):
-        return jax.jit(
-            step, in_shardings=ins, out_shardings=outs, static_argnums=static, donate_argnums=donate
-        ).lower(*args, **kwargs)
-
-
-def compile_row(row: Row, folder: Path, once: bool) -> None:
-    """Writes MaxText's compiled program, and the one that is guided if there should be one; prints
-    the seconds to lower and to compile the first one. Runs in MaxText's environment."""
-    start = time.perf_counter()
-    step, options = lowered(row), compiler_options(row)
-    lowered_at = time.perf_counter()
-    text = step.compile(compiler_options=options).as_text()
-    print(lowered_at - start, time.perf_counter() - lowered_at, flush=True)
-    write_whole(row.path(folder), text)
-    if once or not row.of.get("profiled"):
-        return
-    walk, first = read(row, row.path(folder))
-    if exposed(first) > GUIDED * first.step_s:
-        profile = row.path(folder, ".pbtxt").absolute()
-        write_whole(profile, guide(walk.program, row.gpu))
-        print("guided", flush=True)
-        text = step.compile(compiler_options=options | {flags.PGLE: str(profile)}).as_text()
-        write_whole(row.path(folder, "-guided.hlo.txt"), text)
-
-
-def in_maxtext(python: str, row: Row, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """`compile_row` in MaxText's environment, with XLA's log. Raises SystemExit with the end of its
-    errors."""
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [python, __file__, row.name, "--folder", str(folder), "--compile", *more]
-    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_MAX_VLOG_LEVEL": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}: {done.stderr[-3000:]}")
-    return done
-
-
 def compile_missing(python: str, row: Row, folder: Path) -> None:
-    """Compiles a row's programs if they are not in the folder, and keeps what XLA said."""
-    if row.path(folder, ".json").is_file():
-        return
-    done = in_maxtext(python, row, folder)
-    used, limit = map(int, LOGGED.findall(done.stderr)[-1])
-    held = round(USUAL * SLOP * row.gpu.memory) - limit
-    write_whole(row.path(folder, ".json"), json.dumps({"believed": used + held}))
-
-
-def read(row: Row, path: Path) -> tuple[Walk, Forecast]:
-    """A row's program in a file, and its forecast."""
-    walk = Walk(hlo_file.parse(path, "--hlo")[1])
-    return walk, forecast(walk, placed(row.gpu, row.gpus), load(row.of["gpu"]), hlo_file.joined)
-
-
-def exposed(of: Forecast) -> float:
-    """Seconds of a step's forecast in which kernels wait for collectives."""
-    return sum(s for part, s in of.parts_s.items() if part.startswith("exposed"))
+    """Compiles a row's programs if they are not in the folder. Exits with the end of its errors."""
+    try:
+        maxtext.compiled(python, row.program, row.stem(folder))
+    except RuntimeError as error:
+        sys.exit(str(error))
 
 
 @dataclass(frozen=True)
@@ -338,12 +157,11 @@ class Result:
 
 def result(row: Row, folder: Path) -> Result:
     """The forecast of a row's stored programs."""
-    walk, first = read(row, row.path(folder))
-    again = row.path(folder, "-guided.hlo.txt")
-    walk, step = read(row, again) if again.is_file() else (walk, first)
-    said = row.path(folder, ".json")
-    believed = json.loads(said.read_text())["believed"] if said.is_file() else 0
-    return Result(row, walk, step, first, believed)
+    stem = row.stem(folder)
+    own, counts = maxtext.path(stem), maxtext.scheduled(stem)
+    walk, first = maxtext.read(row.program, own)
+    walk, step = maxtext.read(row.program, counts) if counts != own else (walk, first)
+    return Result(row, walk, step, first, maxtext.facts(stem).believed)
 
 
 def percent(value: float) -> str:
@@ -373,7 +191,7 @@ def cells_of(found: Result, programs: list[Timed]) -> list[str]:
     f, row, timed = found.forecast, found.row, found.timed
     memory = row.gpu.memory * row.of["memory"] / 2**30
     within = by_others(timed, programs)
-    guided = f"profile ({exposed(found.first):.3f} s without)"
+    guided = f"profile ({maxtext.exposed(found.first):.3f} s without)"
     return [
         row.family + (" (weak)" if "weak" in row.of else ""),
         f"{row.gpus} {row.of['gpu'].upper()}",
@@ -383,7 +201,7 @@ def cells_of(found: Result, programs: list[Timed]) -> list[str]:
         percent(timed.error),
         f"{within.low_s:.3f} to {within.high_s:.3f}",
         "yes" if held(timed, programs) else "no",
-        f"{exposed(f):.3f}",
+        f"{maxtext.exposed(f):.3f}",
         guided if found.guided else "XLA's own",
         f"{found.believed / 2**30:.0f} of {memory:.0f}" if found.believed else "",
         f"{100 * f.outside:.0f}",
@@ -517,9 +335,7 @@ KERNELS = ("matmul", "matmul ms", "attention", "attention ms")
 
 def kernels(found: Result) -> Iterator[str]:
     """The columns `KERNELS` of a program."""
-    costs = expected_costs(
-        found.walk, placed(found.row.gpu, found.row.gpus), load(found.row.of["gpu"])
-    )
+    costs = expected_costs(found.walk, found.row.gpu, load(found.row.of["gpu"]))
     seconds: defaultdict[Work, float] = defaultdict(float)
     for _, kernel, runs in found.walk.kernels():
         for work in kernel.works:
@@ -652,7 +468,7 @@ def document(found: list[Result]) -> str:
         "### One assumption at a time", "",
         "Median error in % of each kind of program: precision, width of the model, length of the "
         "sequence, GPU. Weak figures are left out.", "",
-        *table(*causes.table(((shape(r.row), r.walk, placed(r.row.gpu, r.row.gpus),
+        *table(*causes.table(((shape(r.row), r.walk, r.row.gpu,
                                r.row.published_s) for r in strong), percent)),
         "### What each change did", "",
         "Median and worst error in %, and the number of programs.", "",
@@ -668,20 +484,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of the programs")
     parser.add_argument("--record", metavar="STEP", help="keep the forecasts under this name")
     parser.add_argument("--output", type=Path, help="document whose tables are replaced")
-    parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     chosen = [r for r in rows() if not args.rows or {r.name, r.family} & {*args.rows}]
     if not chosen:
         sys.exit(f"no such row; expected some of {', '.join(r.name for r in rows())}")
-    if args.compile:
-        compile_row(chosen[0], args.folder, args.once)
-        return
     found, missing = [], []
     for row in chosen:
         if args.maxtext:
             compile_missing(args.maxtext, row, args.folder)
-        if row.path(args.folder).is_file():
+        if maxtext.path(row.stem(args.folder)).is_file():
             found.append(result(row, args.folder))
             print(line(cells_of(found[-1], errors())), flush=True)
         else:

@@ -49,7 +49,7 @@ def test_tables_are_those_of_the_recorded_forecasts(script):
 
 
 def test_the_last_axis_of_a_mesh_fills_a_node(script):
-    options = script.maxtext_options(script.Row("mixtral_8x7b_bf16_h200", 256))
+    options = script.Row("mixtral_8x7b_bf16_h200", 256).program.maxtext_options
     sizes = {name: n for name, n in options.items() if name.endswith("_parallelism")}
     assert sizes == {
         "ici_data_parallelism": 1, "dcn_data_parallelism": 16,
@@ -62,7 +62,7 @@ def test_the_last_axis_of_a_mesh_fills_a_node(script):
 def test_saved_matmuls_run_once_and_no_schedule_meets_a_limit(script):
     """Faults P1 and P2 of November's list."""
     for name in ("llama2_70b_fp8", "llama2_70b_bf16"):
-        options = script.compiler_options(script.Row(name, 512))
+        options = script.Row(name, 512).program.compiler_options
         assert options["xla_gpu_enable_dynamic_slice_fusion"] is False
         assert options["xla_gpu_memory_limit_slop_factor"] > 100
         assert "rematerialization" in options["xla_disable_hlo_passes"]

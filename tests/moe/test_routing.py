@@ -473,3 +473,38 @@ def test_dropless_experts_in_fp8_are_those_of_a_capacity_for_all(devices, scalin
         # is up to a quarter away. (FP8 itself changes these gradients by 20 to 50 %.)
         difference = np.linalg.norm(grads[name] - exact)
         assert difference < 2**-5 * np.linalg.norm(exact), name
+
+
+def test_the_busiest_rank_has_the_shares_of_its_experts():
+    """One draw of a token: the load of a rank is the sum of its experts' shares. The busiest of two
+    experts with shares 2/3 and 1/3 has 4/3 of an average load."""
+    two = ExpertsConfig(count=2, top_k=1, ffn=8, routing="skewed", skew=1.0)
+    assert routing.busiest_share(two, 2) == pytest.approx(4 / 3, rel=0.01)
+    even = replace(two, count=16, skew=1e-9)
+    assert routing.busiest_share(even, 4) == pytest.approx(1.0, abs=0.02)
+    assert routing.busiest_share(two, 1) == 1.0
+    assert routing.busiest_share(replace(two, routing="random"), 2) == 1.0
+
+
+@pytest.mark.slow
+def test_the_busiest_rank_is_that_of_the_programs_draws():
+    """The sample of plans next to what `random_logits` and `choose` draw."""
+    cfg = ExpertsConfig(
+        count=32, top_k=4, ffn=8, groups=8, top_groups=4, router="sigmoid", routing="skewed",
+        skew=0.5, gate_scale=1.0,
+    )  # fmt: skip
+    busiest = []
+    with mesh_of(tiny_grok()):
+        spec = mesh.spec("batch shard_seq assignment", mesh.ACTIVATION)
+        zeros = jax.device_put(jnp.zeros((8, 256, 32)), spec)
+
+        @jax.jit
+        def experts(layer):
+            logits = routing.random_logits(zeros, Counters(0, layer), cfg)
+            return routing.choose(logits, cfg)[1]
+
+        for layer in range(16):
+            load = np.bincount(np.ravel(experts(layer)) // 8, minlength=4)
+            busiest.append(load.max() / load.mean())
+    deviation = np.std(busiest) / np.sqrt(len(busiest))
+    assert routing.busiest_share(cfg, 4) == pytest.approx(np.mean(busiest), abs=3 * deviation)

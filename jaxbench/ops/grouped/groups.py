@@ -29,8 +29,7 @@ class Groups:
     `row` (`"R"`) is the arriving row of each permuted row, and `place` (`"A"`) is its inverse; both
     are `NONE` for padding. `group` (`"blocks"`) is the group of each block of permuted rows. Blocks
     without rows come last; their `group` is the number of groups. `ends` (`"E"`) is the number of
-    blocks up to the end of each group. `expected` is the number of rows if all ranks have equally
-    many.
+    blocks up to the end of each group. `expected` is the number of rows that plans count.
     """
 
     row: Any

@@ -32,6 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh
 from jaxbench.ops.grouped import NONE, group
+from jaxbench.ops.moe.routing import busiest_share
 from jaxbench.ops.remat import ALWAYS, save
 from jaxbench.recipe.mixers import ExpertsConfig
 
@@ -71,7 +72,8 @@ def dispatch(
         slot_gates = permute(gates.reshape(-1, 1), slot.reshape(-1, 1), assignment)
         if cfg.grouped:
             tokens, slot_gates, received = _exchange((tokens, slot_gates, sent), 0, 0)
-            groups = group(received, tokens.shape[0] // received.shape[0], experts.size)
+            slots = tokens.shape[0] // received.shape[0]
+            groups = group(received, slots, _expected(experts.size, cfg, tokens.shape[0]))
             groups = jax.tree.map(partial(save, name=ALWAYS), groups)
             slot_gates = permute(slot_gates, groups.place[:, None], groups.row)
             routes = routes._replace(groups=groups)
@@ -227,6 +229,11 @@ def rank_routes(
     assignment = jnp.take(order, position.reshape(-1), mode="fill", fill_value=NONE)
     sent = jnp.diff(jnp.minimum(ends, slots), axis=1, prepend=0)
     return Routes(slot.reshape(experts.shape), assignment), sent
+
+
+def _expected(assignments: int, cfg: ExpertsConfig, slots: int) -> int:
+    """The rows that the busiest rank of a layer gets. All ranks wait for it in the exchange."""
+    return min(round(assignments * busiest_share(cfg, mesh.ranks("experts"))), slots)
 
 
 def rank_slots(tokens: int, cfg: ExpertsConfig, ranks: int) -> int:

@@ -1,0 +1,34 @@
+"""benchmarks/peers.py, without MaxText."""
+
+import importlib
+import math
+
+import pytest
+from commands import ROOT
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    return importlib.import_module("peers")
+
+
+def test_both_sides_do_the_same_work(script):
+    for peer in map(script.Peer, script.PEERS):
+        run = peer.run
+        for program in peer.programs():
+            options = program.maxtext_options
+            sequences = options["per_device_batch_size"] * options["gradient_accumulation_steps"]
+            assert sequences * program.gpus == run.batch.global_batch, peer.name
+            assert options["base_num_decoder_layers"] == run.model.layers, peer.name
+            assert math.prod(program.mesh.values()) == run.gpus, peer.name
+
+
+def test_programs_that_differ_have_files_of_their_own(script, tmp_path):
+    stems = [
+        peer.stem(program, tmp_path)
+        for peer in map(script.Peer, script.PEERS)
+        for program in peer.programs()
+    ]
+    assert len(set(stems)) == len(stems)
