@@ -224,8 +224,8 @@ QUANTITIES: dict[str, Any] = {
 }
 
 
-def document(pairs: list[Pair]) -> str:
-    """The tables of the document."""
+def document(pairs: list[Pair], missing: list[str]) -> str:
+    """The tables of the document. `missing` are rows without both programs."""
     steps = [pair.ratio for pair in pairs]
     compile_s = [pair.ours.compile_s / pair.theirs.compile_s for pair in pairs]
     lines, programs, notes = [], [], []
@@ -246,6 +246,7 @@ def document(pairs: list[Pair]) -> str:
         "Each cell has our figure, then MaxText's.", "",
         *table(["row", "ours over MaxText's", *QUANTITIES], lines),
         *notes, *[""] * bool(notes),
+        *[f"Not compared yet: {', '.join(missing)}.", ""] * bool(missing),
         "### The programs", "",
         *table(["row", "our mesh", "MaxText's mesh, remat policy, sequences per GPU x steps of "
                 "accumulation", "configurations tried"], programs),
@@ -268,7 +269,8 @@ def main() -> None:
     pairs = [found for peer in peers if (found := pair(peer, args.folder))]
     if not pairs:
         sys.exit(f"no pair of programs in {args.folder}; --maxtext PYTHON compiles them")
-    text = document(pairs)
+    compared = {found.peer.name for found in pairs}
+    text = document(pairs, [peer.name for peer in peers if peer.name not in compared])
     if args.output:
         replace_table(args.output, text)
     print(text)
