@@ -8,9 +8,7 @@ from dataclasses import replace
 from math import log2
 
 import pytest
-import yaml
 from cases import tiered
-from commands import ROOT
 from compiled import needs_compiler
 from made_plans import made
 
@@ -460,29 +458,3 @@ def test_the_line_that_says_why_a_process_failed():
     assert reason(1, trace) == "jax.errors.JaxRuntimeError: INTERNAL: no"
     assert reason(3, "") == "exit status 3"
     assert "signal 9" in reason(-9, "")
-
-
-PLANTED = {
-    ("llama31_8b_bf16", 8): {"fsdp": 2, "tensor": 4, "remat": "full"},
-    ("llama2_70b_bf16", 64): {"fsdp": 8, "tensor": 8, "remat": "full", "offload": "none"},
-    ("gpt3_5b_bf16", 16): {"fsdp": 2, "context": 8, "microbatch": 2, "remat": "full"},
-}
-"""Rows, and settings that make each slower."""
-
-
-@pytest.mark.nightly
-@needs_compiler
-@pytest.mark.parametrize("name_gpus", PLANTED, ids=str)
-def test_a_search_finds_a_mesh_as_fast_as_a_persons(name_gpus, tmp_path, monkeypatch):
-    """From a mesh that is far from the recipe's, in half of the default number of plans."""
-    monkeypatch.setattr(processes, "CACHE", tmp_path / "cache")
-    name, gpus = name_gpus
-    wanted = said("--config", name, "--gpus", gpus)["forecast_step_s"]
-    content = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
-    content["rows"] = {gpus: content["rows"][gpus] | PLANTED[name_gpus]}
-    path = tmp_path / "planted.yaml"
-    path.write_text(yaml.safe_dump(content))
-    found = said("--config", path, "--gpus", gpus, "--search", "--limit", LIMIT // 2)
-    start = next(line for line in found["candidates"] if line["set"] == [])
-    assert start["step_s"] > 1.05 * wanted
-    assert found["best"]["step_s"] <= 1.01 * wanted
