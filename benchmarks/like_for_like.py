@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import like_for_like_causes as causes
 import maxtext_program as maxtext
 import yaml
-from tables import replace_table
+from tables import line, replace_table, table
 
 from jaxbench.base.files import write_whole
 from jaxbench.base.hardware import Gpu, placed
@@ -206,16 +206,6 @@ def cells_of(found: Result, programs: list[Timed]) -> list[str]:
         f"{found.believed / 2**30:.0f} of {memory:.0f}" if found.believed else "",
         f"{100 * f.outside:.0f}",
     ]
-
-
-def line(cells: Iterable[str]) -> str:
-    """A line of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
-
-
-def table(heading: Sequence[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    """A Markdown table, from the cells of its rows."""
-    return [line(heading), "|" + "---|" * len(heading), *map(line, rows), ""]
 
 
 def spread(errors: list[float]) -> list[str]:

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from jaxbench.forecast.forecast import Forecast, forecast
 from jaxbench.forecast.guide import guide
 from jaxbench.forecast.tables import load
 from jaxbench.plan import hlo_file
+from jaxbench.plan.plan import Memory
 from jaxbench.xla import flags
 from jaxbench.xla.schedule import Walk
 
@@ -114,7 +115,6 @@ class Program:
     combine: tuple[int, int, int]
     profiled: bool = False
     nic: float | None = None
-    compiler: dict[str, Any] = field(default_factory=dict)
 
     @property
     def target(self) -> hardware.Gpu:
@@ -143,7 +143,7 @@ class Program:
         """XLA's options."""
         in_layers = IN_LAYERS if self.dtype == "fp8" else {}
         thresholds = dict(zip(COMBINE, self.combine, strict=True))
-        return PUBLISHED | COMPILER | in_layers | thresholds | self.compiler
+        return PUBLISHED | COMPILER | in_layers | thresholds
 
 
 @dataclass(frozen=True)
@@ -251,11 +251,7 @@ def _compile(program: Program, stem: Path, guided: bool) -> None:
     lowered_at = time.perf_counter()
     compiled = step.compile(compiler_options=options)
     ended = time.perf_counter()
-    size: Any = compiled.memory_analysis()
-    peak = (
-        size.argument_size_in_bytes + size.temp_size_in_bytes
-        + size.output_size_in_bytes - size.alias_size_in_bytes
-    )  # fmt: skip
+    peak = Memory.of(compiled, program.target).peak
     print(json.dumps(asdict(Facts(lowered_at - start, ended - lowered_at, peak))), flush=True)
     write_whole(path(stem), compiled.as_text())
     if not (guided and program.profiled):

@@ -29,8 +29,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import maxtext_program as maxtext
 import yaml
-from like_for_like import table
-from tables import replace_table
+from tables import replace_table, table
 
 from jaxbench.plan import hlo_file, plan, processes, systems
 from jaxbench.plan.compiled_step import Step
@@ -209,15 +208,11 @@ def pair(peer: Peer, folder: Path) -> Pair | None:
     return Pair(peer, ours, best, len(found), len(programs) - len(found))
 
 
-def gib(size: float) -> str:
-    return f"{size / 2**30:.0f}"
-
-
 QUANTITIES: dict[str, Any] = {
     "step s": lambda side: f"{side.step_s:.3f}",
-    "peak GiB": lambda side: gib(side.peak),
+    "peak GiB": lambda side: f"{side.peak / 2**30:.0f}",
     "FLOPs executed over needed": lambda side: f"{side.work:.2f}",
-    "sent GiB": lambda side: gib(side.step.wire_bytes),
+    "sent GiB": lambda side: f"{side.step.wire_bytes / 2**30:.0f}",
     "exposed s": lambda side: f"{maxtext.exposed(side.step.forecast):.3f}",
     "launches": lambda side: f"{side.step.launches:,}",
     "compile s": lambda side: f"{side.compile_s:.0f}",

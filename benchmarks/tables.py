@@ -5,6 +5,7 @@ table of all plans, docs/plan.md and README's picture:
 """
 
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -19,6 +20,16 @@ MARK, END = "<!-- table -->", "<!-- end of the table -->"
 
 TEXTS = ("recipe", "GPU", "fits", "mesh", "planned")
 """Columns of the table of all plans that are not figures."""
+
+
+def line(cells: Iterable[str]) -> str:
+    """A line of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def table(heading: Sequence[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    """A Markdown table, from the cells of its rows."""
+    return [line(heading), "|" + "---|" * len(heading), *map(line, rows), ""]
 
 
 def replace_table(document: Path, table: str, mark: str = MARK) -> None:

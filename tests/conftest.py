@@ -6,6 +6,7 @@ counts them by thing.
 """
 
 import copy
+import importlib
 import os
 import shutil
 import tempfile
@@ -156,3 +157,11 @@ class Scheduler(LoadScopeScheduling):
 
 def pytest_xdist_make_scheduler(config, log):
     return Scheduler(config, log)
+
+
+@pytest.fixture
+def benchmark_script(monkeypatch):
+    """Imports a script of `benchmarks/` by its name."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    return importlib.import_module

@@ -1,6 +1,5 @@
 """benchmarks/like_for_like.py, without MaxText."""
 
-import importlib
 import math
 from types import SimpleNamespace
 
@@ -17,10 +16,8 @@ from jaxbench.xla.timeline import Kernel
 
 
 @pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    return importlib.import_module("like_for_like")
+def script(benchmark_script):
+    return benchmark_script("like_for_like")
 
 
 def test_every_mesh_has_the_gpus_of_its_row(script):

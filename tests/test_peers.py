@@ -1,17 +1,13 @@
 """benchmarks/peers.py, without MaxText."""
 
-import importlib
 import math
 
 import pytest
-from commands import ROOT
 
 
 @pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    return importlib.import_module("peers")
+def script(benchmark_script):
+    return benchmark_script("peers")
 
 
 def test_both_sides_do_the_same_work(script):

@@ -1,17 +1,14 @@
 """benchmarks/anchors.csv: every figure has a row of ours that does its work."""
 
 import csv
-import importlib
 
 import pytest
 from commands import ROOT
 
 
 @pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    return importlib.import_module("forecast")
+def script(benchmark_script):
+    return benchmark_script("forecast")
 
 
 @pytest.mark.slow

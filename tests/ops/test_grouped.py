@@ -1,12 +1,10 @@
 """Every implementation of grouped matmuls against float64, row by row; the Pallas kernels in
 Pallas's interpreter."""
 
-import importlib
 import re
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -161,10 +159,9 @@ def test_plans_count_half_a_block_of_padding_for_each_group(expected, multiplied
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def benchmark(benchmark_script):
     """`benchmarks/grouped_matmuls.py`."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("grouped_matmuls")
+    return benchmark_script("grouped_matmuls")
 
 
 @pytest.mark.parametrize("of", ["forward", "input", "weights"])
