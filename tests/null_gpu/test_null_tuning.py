@@ -9,10 +9,10 @@ import pytest
 SETTINGS = (
     "model.layers=1", "model.embed=128", "model.vocabulary=128", "batch.sequence_length=64",
     "model.attention={heads: 4, kv_heads: 4, head_dim: 32}", "batch.global_batch=4",
-    "batch.microbatch=1", "model.experts={count: 4, top_k: 2, ffn: 64}", "parallelism.expert=2",
-    "parallelism.fsdp=1", "execution.xla_flags=tuned",
+    "batch.microbatch=1", "model.experts={count: 4, top_k: 2, ffn: 64, slots: shared}",
+    "parallelism.expert=2", "parallelism.fsdp=1", "execution.xla_flags=tuned",
 )  # fmt: skip
-"""Overrides of a row with experts, for two devices."""
+"""Overrides of a row with experts, for two devices. Grouped kernels are for shared slots only."""
 
 PROGRAM = """
 import json, sys
