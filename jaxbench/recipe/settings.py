@@ -277,6 +277,10 @@ class Batch:
     microbatch: int | None = None
     """sequences that a data-parallel rank computes at once; gradient accumulation follows from it.
     `null` is the whole share of the rank, in a pipeline that share over the number of stages"""
+    tokens: Literal["uniform", "zipf"] = "uniform"
+    """distribution of the synthetic tokens. `uniform` has nothing to learn. `zipf` makes few tokens
+    frequent, as text does, and half of the targets follow from their tokens, so that a router
+    learns preferences of its own"""
 
     def __post_init__(self) -> None:
         positive("batch.", self, "sequence_length", "global_batch", "microbatch")

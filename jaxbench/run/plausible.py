@@ -15,14 +15,18 @@ SIGMAS = 6
 def first_loss(run: Run) -> tuple[float, float]:
     """The least and the largest plausible loss of the initial weights.
 
-    Targets are uniform and independent of the weights, so the expected loss is at least
-    ln(vocabulary). A normalized hidden state times a random head gives normal logits of variance v.
-    Their expected loss is at most ln(vocabulary) + v / 2, and it deviates by sqrt(v) between
-    tokens.
+    Targets are independent of the weights, so the expected loss is at least ln(vocabulary). A
+    normalized hidden state times a random head gives normal logits of variance v. Their expected
+    loss is at most ln(vocabulary) + v / 2, and it deviates by sqrt(v) between tokens. Equal tokens
+    with equal targets deviate together. Two `zipf` ones are equal with a probability of about
+    1 / ln(vocabulary)^2.
     """
-    m, tokens = run.model, run.tokens_per_step
+    m, n = run.model, run.tokens_per_step
     variance = 1 if m.init_std is None else m.init_std**2 * m.embed
-    least, margin = math.log(m.vocabulary), ROUNDING + SIGMAS * math.sqrt(variance / tokens)
+    least = math.log(m.vocabulary)
+    if run.batch.tokens == "zipf":
+        n = min(n, int(least**2))
+    margin = ROUNDING + SIGMAS * math.sqrt(variance / n)
     return least - margin, least + variance / 2 + margin
 
 

@@ -1,6 +1,7 @@
 """The train step: state, gradients, the optimizer's update, and synthetic tokens, which need no
 tokenizer, no download and no account."""
 
+import math
 import zlib
 from dataclasses import dataclass
 from functools import partial
@@ -188,8 +189,10 @@ def make_program(run: Run) -> Any:
     """The jitted step with its synthetic batch: state to (state, figures). The state is donated."""
     shape = (run.accumulation, run.microbatch * run.batch_ranks, run.batch.sequence_length)
 
+    make_batch = zipf_batch if run.batch.tokens == "zipf" else synthetic_batch
+
     def step(state: State):
-        batch = synthetic_batch(run.seed, state.step, shape, run.model.vocabulary)
+        batch = make_batch(run.seed, state.step, shape, run.model.vocabulary)
         return train_step(state, *batch, run)
 
     return jax.jit(step, donate_argnums=0)
@@ -218,3 +221,28 @@ def synthetic_batch(
     sharding = mesh.spec("microbatch batch seq", mesh.ACTIVATION)
     tokens = jax.random.randint(k_tokens, shape, 0, vocabulary, out_sharding=sharding)
     return tokens, jax.random.randint(k_targets, shape, 0, vocabulary, out_sharding=sharding)
+
+
+SUCCESSOR = 4099
+"""A prime that divides no vocabulary in use: each token has another usual target."""
+
+
+def zipf_batch(
+    seed: int, step: jax.Array, shape: tuple[int, int, int], vocabulary: int
+) -> tuple[jax.Array, jax.Array]:
+    """(tokens, targets) like `synthetic_batch`, with structure: the probability of token i is in
+    proportion to ln((i + 2) / (i + 1)), nearly 1 / (i + 1) as in Zipf's law, and half of the
+    targets are the same for all occurrences of a token.
+    """
+    keys = jax.random.split(jax.random.fold_in(root_key(seed, "tokens"), step), 3)
+    sharding = mesh.spec("microbatch batch seq", mesh.ACTIVATION)
+    u_tokens, u_targets, coin = (
+        jax.random.uniform(key, shape, out_sharding=sharding) for key in keys
+    )
+
+    def by_rank(u):  # of density 1 / x between 1 and vocabulary + 1
+        return jnp.minimum(jnp.exp(u * math.log(vocabulary + 1)).astype(int) - 1, vocabulary - 1)
+
+    tokens = by_rank(u_tokens)
+    targets = jnp.where(coin < 0.5, (tokens + 1) * SUCCESSOR % vocabulary, by_rank(u_targets))
+    return tokens, targets

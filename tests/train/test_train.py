@@ -23,6 +23,7 @@ from jaxbench.train.step import (
     make_program,
     synthetic_batch,
     train_step,
+    zipf_batch,
 )
 
 
@@ -259,7 +260,8 @@ def test_schedule_with_a_constant_tail():
         )
 
 
-def test_tokens_depend_on_seed_and_step_alone():
+@pytest.mark.parametrize("make_batch", [synthetic_batch, zipf_batch])
+def test_tokens_depend_on_seed_and_step_alone(make_batch):
     draws = {}
     for key, seed, step, overrides in (
         ("first", 0, 0, ()), ("again", 0, 0, ("parallelism.fsdp=2", "parallelism.context=4")),
@@ -267,7 +269,7 @@ def test_tokens_depend_on_seed_and_step_alone():
     ):  # fmt: skip
         with mesh_of(tiny_run(*overrides, devices=8)):
             draws[key] = np.stack(jax.jit(
-                lambda s, seed=seed: synthetic_batch(seed, s, (2, 8, 32), 64)
+                lambda s, seed=seed: make_batch(seed, s, (2, 8, 32), 64)
             )(jnp.int32(step)))  # fmt: skip
     np.testing.assert_array_equal(draws["first"], draws["again"])
     assert np.mean(draws["first"] == draws["next step"]) < 0.1
@@ -275,6 +277,21 @@ def test_tokens_depend_on_seed_and_step_alone():
     assert np.mean(draws["first"][0] == draws["first"][1]) < 0.1
     assert draws["first"].min() == 0
     assert draws["first"].max() == 63
+
+
+def test_zipf_tokens_are_frequent_by_rank_and_half_of_their_targets_follow():
+    run = tiny_run()
+    with mesh_of(run):
+        tokens, targets = zipf_batch(0, jnp.int32(0), (16, 16, 1024), 512)
+    tokens, targets = np.asarray(tokens), np.asarray(targets)
+    shares = np.bincount(tokens.ravel(), minlength=512) / tokens.size
+    law = np.log1p(1 / np.arange(1, 513)) / np.log(513)
+    assert law.sum() == pytest.approx(1)
+    deviations = np.sqrt(law * (1 - law) / tokens.size)
+    assert np.abs((shares - law) / deviations).max() < 5  # chance of 3e-4 with 512 normal ones
+    usual = [np.bincount(targets[tokens == i], minlength=512).max() for i in range(4)]
+    occurrences = np.bincount(tokens.ravel())[:4]
+    np.testing.assert_allclose(usual / occurrences, 0.5, atol=0.06)
 
 
 @pytest.mark.parametrize(
