@@ -113,9 +113,18 @@ class ModelConfig:
         in these limits."""
         if self.experts is None:
             return self
-        tokens, factor = ExpertsConfig.capacity_tokens, ExpertsConfig.rank_capacity_factor
+        tokens = ExpertsConfig.capacity_tokens
         experts = replace(self.experts, capacity_factor=None, capacity_tokens=tokens)
-        experts = replace(experts, rank_capacity_factor=factor, slots=ExpertsConfig.slots)
+        return replace(self, experts=experts).without_slots
+
+    @property
+    def without_slots(self) -> "ModelConfig":
+        """The model with default slots for dropless experts. Slots change speed and memory, but no
+        result as long as no token is dropped, and a run that drops any is not comparable."""
+        if self.experts is None or self.experts.capacity_factor is not None:
+            return self
+        factor, slots = ExpertsConfig.rank_capacity_factor, ExpertsConfig.slots
+        experts = replace(self.experts, rank_capacity_factor=factor, slots=slots)
         return replace(self, experts=experts)
 
     @property

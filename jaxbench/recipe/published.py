@@ -157,7 +157,7 @@ def lookup(run: Run, gpu: hardware.Gpu | None = hardware.H100) -> Row | None:
         r
         for r in _candidates(run, gpu)
         if work == (r.layers, r.seq_len, r.gbs)
-        and m == replace(_recipe_run(r).model, layers=m.layers)
+        and m.without_slots == replace(_recipe_run(r).model.without_slots, layers=m.layers)
     )
     return next(matches, None)
 
@@ -181,7 +181,8 @@ def differences(run: Run, device: str) -> list[str]:
     comparable.
 
     Every setting that changes the work or its numerics must be the same as in the recipe of the
-    published row. The mesh, remat, compiler flags and implementations of operators are free.
+    published row. The mesh, remat, compiler flags, implementations of operators and the slots of
+    dropless experts are free.
     """
     if run.label == "smoke":
         return ["smoke row on a CPU"]
@@ -204,9 +205,8 @@ def differences(run: Run, device: str) -> list[str]:
 
 def _work(run: Run) -> dict[str, Any]:
     """The sections that decide what is computed, as plain values."""
-    return {
-        section: asdict(getattr(run, section))
-        for section in ("model", "precision", "batch", "optimizer")
+    return {"model": asdict(run.model.without_slots)} | {
+        section: asdict(getattr(run, section)) for section in ("precision", "batch", "optimizer")
     }
 
 

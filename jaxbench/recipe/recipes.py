@@ -219,7 +219,8 @@ def _label(
         return "derived"
     published = MODELS[recipe.model]
     as_published = row_model.architecture == published.architecture
-    return "full" if model == published or (as_published and model == row_model) else "proxy"
+    allowed = [published, row_model] if as_published else [published]
+    return "full" if model.without_slots in [m.without_slots for m in allowed] else "proxy"
 
 
 def describe(run: Run) -> dict[str, Any]:

@@ -58,6 +58,25 @@ def test_what_leaves_the_result_as_it_is_is_free(settings):
     assert reasons("llama31_8b_fp8", 8, *settings) == []
 
 
+def test_slots_of_dropless_experts_are_free_and_those_of_a_capacity_are_not():
+    """A run that drops tokens has a verdict of its own."""
+    settings = "model.experts.slots=shared", "model.experts.rank_capacity_factor=1.5"
+    overrides = recipes.parse_overrides([*settings])
+    recipe = recipes.load("qwen3_30b_a3b_bf16")
+    whole, changed = (recipes.resolve(recipe, 16, overrides=o) for o in ((), overrides))
+    assert whole.model.experts.slots == "own"
+    assert reasons("qwen3_30b_a3b_bf16", 16, *settings) == []
+    assert changed.label == "full"
+    assert published.lookup(changed, H100) == published.lookup(whole, H100) is not None
+    (reason,) = reasons("grok1_314b_bf16", 512, "model.experts.capacity_factor=2")
+    assert reason.startswith("model.experts.capacity_factor is 2.0")
+
+
+def test_tokens_with_a_structure_are_other_work():
+    (reason,) = reasons("llama31_8b_fp8", 8, "batch.tokens=zipf")
+    assert reason == "batch.tokens is zipf, the row has uniform"
+
+
 def test_every_change_is_named():
     assert reasons(
         "grok1_314b_bf16", 512, "model.experts.routing=random", "optimizer.eps=1e-6"

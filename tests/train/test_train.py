@@ -260,7 +260,9 @@ def test_schedule_with_a_constant_tail():
         )
 
 
-@pytest.mark.parametrize("make_batch", [synthetic_batch, zipf_batch])
+@pytest.mark.parametrize(
+    "make_batch", [synthetic_batch, pytest.param(zipf_batch, marks=pytest.mark.slow)]
+)
 def test_tokens_depend_on_seed_and_step_alone(make_batch):
     draws = {}
     for key, seed, step, overrides in (
