@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.jax_internals import attention_for_mesh
@@ -59,7 +60,9 @@ def timings(case: Case, run: Run) -> dict[str, float]:
 
     def compiled(candidate: Any) -> Any:
         with jax.set_mesh(on), ignoring_pallas_deprecation():
-            lowered = jax.jit(partial(kernel, candidate)).lower(*arrays)
+            # As in a train step, no array of a kernel is sharded.
+            of_device = mesh.on_each_device(partial(kernel, candidate), PartitionSpec())
+            lowered = jax.jit(of_device).lower(*arrays)
         try:
             return lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError:  # needs more shared memory than there is

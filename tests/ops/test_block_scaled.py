@@ -213,10 +213,17 @@ def test_stochastic_rounding_draws_anew_and_is_repeatable():
     assert np.unique(np.r_[np.ravel(seeds), np.ravel(later)]).size == 24
 
 
+WIDTHS = {sizes.features: sizes for sizes in kernels.CANDIDATES}
+"""One of the sizes that a tuner may choose for each width of a tile. The interpreter ignores
+`Launch`."""
+
+
+@pytest.mark.parametrize("width", tiered([128], WIDTHS))
 @pytest.mark.parametrize("shape", tiered([(3, 32, 96)], [(1, 128, 256), (3, 32, 96)]))
-def test_the_kernel_of_mxfp8_is_the_definition(shape):
+def test_the_kernel_of_mxfp8_is_the_definition(shape, width):
     x = jnp.asarray(RNG.normal(size=shape), jnp.bfloat16)
-    for got, axes in zip(kernels.mxfp8_both(x, interpret=True), ((), (1, 2)), strict=True):
+    both = kernels.mxfp8_both(x, sizes=WIDTHS[width], interpret=True)
+    for got, axes in zip(both, ((), (1, 2)), strict=True):
         want = mxfp8(x.swapaxes(*axes) if axes else x, 2).packed()
         np.testing.assert_array_equal(got.values, want.values)
         np.testing.assert_array_equal(got.scales, want.scales)
@@ -224,10 +231,11 @@ def test_the_kernel_of_mxfp8_is_the_definition(shape):
 
 @pytest.mark.parametrize("turn", tiered([True], [False, True]))
 @pytest.mark.parametrize("seeds", tiered([(5, 77)], [None, (5, 77)]))
-def test_the_kernels_of_nvfp4_are_the_definition(seeds, turn):
+@pytest.mark.parametrize("width", tiered([64], WIDTHS))
+def test_the_kernels_of_nvfp4_are_the_definition(width, seeds, turn):
     x = jnp.asarray(RNG.normal(size=(2, 128, 192)), jnp.bfloat16)
     seeds = None if seeds is None else jnp.asarray(seeds, jnp.uint32)
-    both = kernels.nvfp4_both(x, seeds, turn=turn, interpret=True)
+    both = kernels.nvfp4_both(x, seeds, turn, sizes=WIDTHS[width], interpret=True)
     transposed = (hadamard.transformed(x, 1) if turn else x).swapaxes(1, 2)
     for n, (got, exact) in enumerate(zip(both, (x, transposed), strict=True)):
         uniform = None if seeds is None else partial(draws.uniform, seeds[n])

@@ -295,7 +295,7 @@ def test_kernels_of_block_scaled_products(dtype):
             both.append(
                 kernels.mxfp8_both(a[None], rows, interpret=True)
                 if dtype == "mxfp8"
-                else kernels.nvfp4_both(a[None], None, rows, turn=False, interpret=True)
+                else kernels.nvfp4_both(a[None], None, False, rows, interpret=True)
             )
             values, of_rows = (blocks.unpacked(of) for blocks in both[-1])
             operands = values, weights[side].unpacked(of), side, groups

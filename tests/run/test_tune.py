@@ -6,9 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import needs_compiler
+from tiny import tiny_run
 
+from jaxbench import mesh
+from jaxbench.base.hardware import PLANNED
 from jaxbench.ops.grouped import group
 from jaxbench.ops.kernel_sizes import Case, Choices, sizes_for, using
+from jaxbench.plan.absent import compile_only_devices
 from jaxbench.run import tune
 from jaxbench.train import kernel_timing
 
@@ -67,6 +72,18 @@ def test_choices_come_back_from_the_folder_and_a_broken_file_is_reported(tmp_pat
     folder.chmod(0o777)
     tune.keep(folder, {}, {}, said.append)
     assert "cannot be kept" in said[1]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["mxfp8", "nvfp4"])
+def test_quantization_to_blocks_has_candidates(dtype):
+    """On a B200, since earlier GPUs have no such formats."""
+    settings = "model.embed=64", "model.mlp.ffn=64", "batch.sequence_length=64"
+    run = tiny_run(f"precision.dtype={dtype}", *settings)
+    device = compile_only_devices(PLANNED["b200"], 1)
+    with jax.set_mesh(mesh.make_mesh(run.mesh_shape, device)):
+        found = kernel_timing.cases(run)
+    assert {name.partition(" ")[0] for name in found} == {f"quantized.kernels.{dtype}_both"}
 
 
 def test_kernels_are_timed_with_groups_of_equal_size():

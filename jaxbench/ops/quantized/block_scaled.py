@@ -140,7 +140,7 @@ def quantize_activation(
     if mesh.platform() == "gpu" and kernels.takes(x, of):
         if precision.dtype == "mxfp8":
             return kernels.mxfp8_both(x, of)
-        return kernels.nvfp4_both(x, seeds, of, turn=precision.hadamard)
+        return kernels.nvfp4_both(x, seeds, precision.hadamard, of)
     if of and of.index is not None:
         x = jnp.take(x, of.index, axis=1, mode="fill", fill_value=0)
     if precision.dtype == "mxfp8":

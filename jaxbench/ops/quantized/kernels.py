@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxbench import jax_internals
 from jaxbench.ops import draws
+from jaxbench.ops.kernel_sizes import sizes_for
 from jaxbench.ops.pallas_call import Launch, Output, call, load_rows, product, whole
 from jaxbench.ops.quantized import hadamard
 from jaxbench.ops.quantized.block_formats import (
@@ -33,13 +34,29 @@ from jaxbench.ops.quantized.block_formats import (
     nvfp4_parts,
 )
 
-TILES = 64, 128
-"""The largest number of rows and of columns in the tile of a program."""
-
-LAUNCH = Launch(warps=8)
-"""These numbers were not chosen by measurement."""
+SPAN = 64
+"""The largest number of rows in the tile of a program."""
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """The largest number of features in the tile of a program, and its launch."""
+
+    features: int
+    launch: Launch
+
+
+CANDIDATES = tuple(
+    Sizes(features, Launch(warps))
+    for features, warps in ((128, 8), (128, 4), (64, 8), (64, 4), (32, 4))
+)
+"""The first was not chosen by measurement: no GPU has timed these kernels."""
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["index", "filled"], meta_fields=["expected"],
+)  # fmt: skip
 @dataclass(frozen=True)
 class Rows:
     """The rows of a quantized activation `[1, T, F]`.
@@ -55,9 +72,6 @@ class Rows:
     expected: int
 
 
-SPAN = TILES[0]
-
-
 def takes(x: Float[Array, "E T F"], rows: Rows | None) -> bool:
     """True if the sizes fill whole tiles."""
     return all(size % MXFP8.size == 0 for size in x.shape[2 if rows else 1 :])
@@ -67,11 +81,12 @@ class _Tiles:
     """The tiles of an activation, and of arrays with blocks along its features or, transposed,
     along its tokens."""
 
-    def __init__(self, x: Float[Array, "E T F"], rows: Rows | None):
+    def __init__(self, x: Float[Array, "E T F"], rows: Rows | None, sizes: Sizes):
         self.experts, self.tokens, self.features = x.shape
         if rows:
             self.tokens = rows.filled.size * SPAN
-        self.t, self.f = map(_largest, (self.tokens, self.features), TILES)
+        self.t = _largest(self.tokens, SPAN)
+        self.f = _largest(self.features, sizes.features)
         self.grid = self.experts, self.tokens // self.t, self.features // self.f
         self.inputs: Any = {"x": (x, self.rows(1, x.dtype).block)}
         self.share = rows.expected / self.tokens if rows else 1.0
@@ -108,15 +123,20 @@ class _Tiles:
 
 
 def mxfp8_both(
-    x: Float[Array, "E T F"], rows: Rows | None = None, *, interpret: bool = False
+    x: Float[Array, "E T F"],
+    rows: Rows | None = None,
+    *,
+    sizes: Sizes | None = None,
+    interpret: bool = False,
 ) -> tuple[Blocks, Blocks]:
     """Quantizes `x`, or `rows` of it, to MXFP8 with blocks along features, and its transpose `[E,
     F, T]` with blocks along tokens. Both results are packed."""
-    tiles = _Tiles(x, rows)
+    sizes = sizes or sizes_for(mxfp8_both, CANDIDATES, x, rows)
+    tiles = _Tiles(x, rows, sizes)
     outputs = tiles.both(MXFP8.size, MXFP8.values, jnp.uint8)
     y = call(
-        partial(_mxfp8, width=tiles.f), "quantize_mxfp8", tiles.grid, tiles.inputs, outputs, LAUNCH,
-        touched=tiles.touched(outputs), interpret=interpret,
+        partial(_mxfp8, width=tiles.f), "quantize_mxfp8", tiles.grid, tiles.inputs, outputs,
+        sizes.launch, touched=tiles.touched(outputs), interpret=interpret,
     )  # fmt: skip
     return Blocks(as_bytes(y["rows"]), y["row_scales"]), Blocks(
         as_bytes(y["columns"]), y["column_scales"]
@@ -126,22 +146,24 @@ def mxfp8_both(
 def nvfp4_both(
     x: Float[Array, "E T F"],
     seeds: UInt32[Array, "2"] | None,
+    turn: bool,
     rows: Rows | None = None,
     *,
-    turn: bool,
+    sizes: Sizes | None = None,
     interpret: bool = False,
 ) -> tuple[Blocks, Blocks]:
     """Quantizes `x` and its transpose to NVFP4, as `mxfp8_both` does to MXFP8. Each result has an
     fp32 scale from its own amax. With `turn` the tokens go through the Hadamard transform before
     the transpose is quantized. With `seeds` both are rounded stochastically."""
-    tiles, f32 = _Tiles(x, rows), jnp.float32
+    sizes = sizes or sizes_for(nvfp4_both, CANDIDATES, x, seeds, turn, rows)
+    tiles, f32 = _Tiles(x, rows, sizes), jnp.float32
     square = pl.BlockSpec((hadamard.SIZE, hadamard.SIZE), lambda *_: (0, 0))
     two = pl.BlockSpec((2,), lambda *_: (0,))
     inputs = tiles.inputs | ({"h": (hadamard.matrix(x.dtype), square)} if turn else {})
     one = pl.BlockSpec((1,), lambda e, t, f: ((e * tiles.grid[1] + t) * tiles.grid[2] + f,))
     amax = {name: Output((prod(tiles.grid),), f32, one) for name in ("rows", "columns")}
     found = call(
-        partial(_amax, width=tiles.f), "amax_nvfp4", tiles.grid, inputs, amax, LAUNCH,
+        partial(_amax, width=tiles.f), "amax_nvfp4", tiles.grid, inputs, amax, sizes.launch,
         touched=tiles.touched({}), interpret=interpret,
     )  # fmt: skip
     encode = encode_of(jnp.stack([jnp.max(found["rows"]), jnp.max(found["columns"])]))
@@ -152,7 +174,7 @@ def nvfp4_both(
     y = call(
         partial(_nvfp4, width=tiles.f, tokens=tiles.tokens, features=tiles.features),
         "quantize_nvfp4",
-        tiles.grid, inputs, outputs, LAUNCH,
+        tiles.grid, inputs, outputs, sizes.launch,
         touched=tiles.touched(outputs), interpret=interpret,
     )  # fmt: skip
     return (

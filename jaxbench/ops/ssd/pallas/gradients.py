@@ -23,10 +23,10 @@ and q_r = exp(L - T_r) dt_r (b_r ds x_r), the chain rule gives
 T is a running sum of dt a. Let e_s be the sum of dT_t for t >= s. Then ddt_s = g_s x_s + a e_s, and
 da is the sum of dt_s e_s.
 
-`_reverse` goes through the chunks from the last to the first. It has one program per head and
+`reverse` goes through the chunks from the last to the first. It has one program per head and
 sequence, keeps ds in registers, and writes T and the ds of each chunk. Nothing else has to wait for
-the next chunk, so `_gradient_of_x` has one program per chunk and head. It writes everything except
-db, dc and the first term of dT. The heads of a group share b and c, so `_gradient_of_bc` has one
+the next chunk, so `gradient_of_x` has one program per chunk and head. It writes everything except
+db, dc and the first term of dT. The heads of a group share b and c, so `_of_group` has one
 program per half of a chunk, group and block of state columns. The program loops over heads, so that
 no partial sums go through memory.
 """
@@ -37,8 +37,17 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jaxbench.ops.pallas_call import Output, call, product
-from jaxbench.ops.ssd.pallas.tiles import OfChunk, OfHead, OfHeadInChunk, Tuning, decay, sums
+from jaxbench.ops.kernel_sizes import sizes_for
+from jaxbench.ops.pallas_call import Launch, Output, call, product
+from jaxbench.ops.ssd.pallas.tiles import (
+    OfChunk,
+    OfHead,
+    OfHeadInChunk,
+    Tuning,
+    decay,
+    launches,
+    sums,
+)
 from jaxbench.ops.ssd.parts import Dims
 
 F32 = jnp.float32
@@ -48,25 +57,26 @@ def backward(tuning: Tuning, dims: Dims, residuals, dy):
     """The gradients of the arguments of `scan.scan`. Three kernels write into one array, the
     gradient of u."""
     u, dt, a, d, entering, before = residuals
-    reverse = _reverse(tuning, dims, u, dt, a, entering, before, dy)
-    total, after = reverse["total"], reverse["after"]
-    gradients = _gradient_of_x(tuning, dims, u, dt, total, d, before, after, dy)
-    blocks = OfChunk(dims, tuning)
-    shared = blocks, u, dt, total, dy
-    started = Output((blocks.parts, *dt.shape), F32, blocks.times_of_part)
-    to_c = _gradient_of_bc("c", _to_c_kernel, *shared, gradients["du"], before, started=started)
-    to_b = _gradient_of_bc("b", _to_b_kernel, *shared, to_c["gradient"], after)
+    reversed_ = reverse(tuning, dims, u, dt, a, entering, before, dy)
+    total, after = reversed_["total"], reversed_["after"]
+    gradients = gradient_of_x(tuning, dims, u, dt, total, d, before, after, dy)
+    shared = tuning, dims, u, dt, total, dy
+    to_c = gradient_of_c(*shared, gradients["du"], before)
+    to_b = gradient_of_b(*shared, to_c["gradient"], after)
     dtotal = gradients["dtotal"] + jnp.sum(to_c["started"], axis=0)
     chunks = dtotal.reshape(*dtotal.shape[:2], -1, tuning.chunk)
     dlog = jax.lax.cumsum(chunks, axis=3, reverse=True).reshape(dt.shape)
     ddt, da = gradients["ddt"] + a[:, None] * dlog, jnp.sum(dt * dlog, axis=(0, 2))
     dd = jnp.sum(gradients["dd"], axis=(0, 2))
-    return to_b["gradient"], ddt, da, dd, reverse.get("dentering")
+    return to_b["gradient"], ddt, da, dd, reversed_.get("dentering")
 
 
-def _reverse(tuning, dims, u, dt, a, entering, before, dy):
+def reverse(tuning, dims, u, dt, a, entering, before, dy, *, sizes: Launch | None = None):
     """Returns, by name: `after`, the gradients of the states after each chunk; `total`, which is T;
     and `dentering`, the gradient of `entering`, if there is one."""
+    if sizes is None:
+        found = launches(tuning.reverse)
+        sizes = sizes_for(reverse, found, tuning, dims, u, dt, a, entering, before, dy)
     batch, length, groups, _ = u.shape
     heads = groups * dims.heads
     blocks = OfHead(dims, length, length // tuning.chunk)
@@ -82,7 +92,7 @@ def _reverse(tuning, dims, u, dt, a, entering, before, dy):
         outputs["dentering"] = Output(entering.shape, F32, blocks.state)
     return call(
         partial(_reverse_kernel, blocks=blocks, size=tuning.chunk), "ssd_reverse", (batch, heads),
-        inputs, outputs, tuning.reverse, interpret=tuning.interpret,
+        inputs, outputs, sizes, interpret=tuning.interpret,
         touched={"u": u.nbytes // dims.channels * dims.state},
         flops=2 * batch * heads * length * dims.state * dims.head_dim,
     )  # fmt: skip
@@ -109,9 +119,12 @@ def _reverse_kernel(r, *, blocks: OfHead, size: int):
         r.dentering[...] = ds
 
 
-def _gradient_of_x(tuning, dims, u, dt, total, d, before, after, dy):
+def gradient_of_x(tuning, dims, u, dt, total, d, before, after, dy, *, sizes: Launch | None = None):
     """The gradients of u, dt and d. In `du` only the columns of x are written. `ddt` lacks the part
     through T, `dtotal` lacks its first term, and `dd` has one number per chunk."""
+    if sizes is None:
+        found = launches(tuning.x)
+        sizes = sizes_for(gradient_of_x, found, tuning, dims, u, dt, total, d, before, after, dy)
     batch, length, groups, _ = u.shape
     heads, chunks = groups * dims.heads, length // tuning.chunk
     blocks = OfHeadInChunk(dims, tuning.chunk)
@@ -129,7 +142,7 @@ def _gradient_of_x(tuning, dims, u, dt, total, d, before, after, dy):
     n, p, square = dims.state, dims.head_dim, (tuning.chunk + tuning.part) // 2
     return call(
         partial(_to_x_kernel, blocks=blocks, tuning=tuning), "ssd_to_x", (batch, heads, chunks),
-        inputs, outputs, tuning.x, interpret=tuning.interpret, touched={"du": dy.nbytes},
+        inputs, outputs, sizes, interpret=tuning.interpret, touched={"du": dy.nbytes},
         flops=2 * batch * heads * length * (square * (n + 2 * p) + n * p),
     )  # fmt: skip
 
@@ -172,23 +185,40 @@ def _to_x_kernel(r, *, blocks: OfHeadInChunk, tuning: Tuning):
     r.dd[0] = dd
 
 
-def _gradient_of_bc(name, kernel, blocks: OfChunk, u, dt, total, dy, du, states, **outputs):
-    """Fills the columns of b (or c) in du. Returns du as `gradient`, together with the kernel's
-    other `outputs`. The kernel of c has `started`, the first term of dT, by block of state columns.
-    For c, `states` are the states before the chunks; for b, they are the gradients of the states
-    after the chunks."""
+def gradient_of_c(tuning, dims, u, dt, total, dy, du, before, *, sizes: Launch | None = None):
+    """Fills the columns of c in `du`. Returns it as `gradient`, together with `started`, the first
+    term of dT by block of state columns."""
+    arguments = tuning, dims, u, dt, total, dy, du, before
+    sizes = sizes or sizes_for(gradient_of_c, launches(tuning.bc), *arguments)
+    blocks = OfChunk(dims, tuning)
+    started = Output((blocks.parts, *dt.shape), F32, blocks.times_of_part)
+    inputs = blocks.inputs(u, dt, total, dy, du) | {"states": (before, blocks.states)}
+    return _of_group("c", _to_c_kernel, blocks, inputs, sizes, started=started)
+
+
+def gradient_of_b(tuning, dims, u, dt, total, dy, du, after, *, sizes: Launch | None = None):
+    """Fills the columns of b in `du`, and returns it as `gradient`. `after` are the gradients of
+    the states after the chunks."""
+    arguments = tuning, dims, u, dt, total, dy, du, after
+    sizes = sizes or sizes_for(gradient_of_b, launches(tuning.bc), *arguments)
+    blocks = OfChunk(dims, tuning)
+    inputs = blocks.inputs(u, dt, total, dy, du) | {"states": (after, blocks.states)}
+    return _of_group("b", _to_b_kernel, blocks, inputs, sizes)
+
+
+def _of_group(name, kernel, blocks: OfChunk, inputs, launch: Launch, **outputs):
+    (u, _), (du, _) = inputs["u"], inputs["du"]
     batch, length, groups, _ = u.shape
-    dims, size = blocks.dims, blocks.tuning.chunk
+    dims, tuning = blocks.dims, blocks.tuning
     # Every program recomputes the scores.
-    of_heads = dims.heads * dims.head_dim * (size * blocks.parts + dims.state)
+    of_heads = dims.heads * dims.head_dim * (tuning.chunk * blocks.parts + dims.state)
     return call(
         partial(kernel, blocks=blocks), f"ssd_to_{name}",
-        (length // blocks.rows * blocks.parts, groups, batch),
-        blocks.inputs(u, dt, total, dy, du) | {"states": (states, blocks.states)},
+        (length // blocks.rows * blocks.parts, groups, batch), inputs,
         {"gradient": Output(du.shape, du.dtype, blocks.group, into="du"), **outputs},
-        blocks.tuning.bc, flops=2 * batch * length * groups * (of_heads + size * dims.state),
+        launch, flops=2 * batch * length * groups * (of_heads + tuning.chunk * dims.state),
         touched={"gradient": u.nbytes // dims.channels * dims.state},
-        interpret=blocks.tuning.interpret,
+        interpret=tuning.interpret,
     )  # fmt: skip
 
 

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jaxbench.ops.pallas_call import Output, call, product
+from jaxbench.ops.kernel_sizes import sizes_for
+from jaxbench.ops.pallas_call import Launch, Output, call, product
 from jaxbench.ops.ssd.pallas import gradients
-from jaxbench.ops.ssd.pallas.tiles import OfHead, Tuning, decay, sums
+from jaxbench.ops.ssd.pallas.tiles import OfHead, Tuning, decay, launches, sums
 from jaxbench.ops.ssd.parts import Dims
 
 F32 = jnp.float32
@@ -39,18 +40,22 @@ def scan(
 ) -> Float[Array, "B S G F"]:
     """The features of all heads in the dtype of `u`. `entering` is the state before the first token
     (None: zeros). All arguments except `u` are fp32."""
-    return _run(tuning, dims, u, dt, a, d, entering, keep=False)["y"]
+    return forward(tuning, dims, False, u, dt, a, d, entering)["y"]
 
 
 def _forward(tuning, dims, u, dt, a, d, entering):
-    outputs = _run(tuning, dims, u, dt, a, d, entering, keep=True)
+    outputs = forward(tuning, dims, True, u, dt, a, d, entering)
     return outputs["y"], (u, dt, a, d, entering, outputs["before"])
 
 
 scan.defvjp(_forward, gradients.backward)
 
 
-def _run(tuning, dims, u, dt, a, d, entering, *, keep):
+def forward(tuning, dims, keep, u, dt, a, d, entering, *, sizes: Launch | None = None):
+    """Returns `y` by name, and `before`, the states before each chunk, if they are to be kept."""
+    if sizes is None:
+        found = launches(tuning.forward)
+        sizes = sizes_for(forward, found, tuning, dims, keep, u, dt, a, d, entering)
     batch, length, groups, _ = u.shape
     heads, chunks = groups * dims.heads, length // tuning.chunk
     blocks = OfHead(dims, length, chunks)
@@ -67,7 +72,7 @@ def _run(tuning, dims, u, dt, a, d, entering, *, keep):
     n, p = dims.state, dims.head_dim
     return call(
         partial(_kernel, blocks=blocks, tuning=tuning), "ssd_forward", (batch, heads),
-        inputs, outputs, tuning.forward, interpret=tuning.interpret,
+        inputs, outputs, sizes, interpret=tuning.interpret,
         flops=2 * batch * heads * length * (tuning.part * (n + p) + 2 * n * p),
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ Columns = slice | pl.Slice
 EIGHT_WARPS = Launch(8)
 LOADS_AHEAD = Launch(8, 2)
 FOUR_WARPS = Launch(4, 2)
+LAUNCHES = EIGHT_WARPS, LOADS_AHEAD, Launch(8, 3), Launch(4), FOUR_WARPS, Launch(4, 3)
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ def tuning_of_mesh() -> Tuning:
     """The sizes for the GPUs of the current mesh."""
     capability = mesh.capability()
     return BLACKWELL if capability and capability[0] >= 10 else Tuning()
+
+
+def launches(first: Launch) -> tuple[Launch, ...]:
+    """The launches among which a tuner chooses for a kernel of the scan. `first` is the default."""
+    return tuple(dict.fromkeys((first, *LAUNCHES)))
 
 
 class OfHead:
