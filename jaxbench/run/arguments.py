@@ -120,8 +120,8 @@ def add_profiling(parser: argparse.ArgumentParser) -> None:
     add("--check-repeatable", action="store_true",
         help="first run some steps twice, and fail unless losses and state are bitwise equal")
     add("--tune-kernels", action="store_true",
-        help="first time the candidate sizes of the grouped matmuls' kernels on the GPUs; the "
-        "compilation cache keeps the choice")
+        help="first time the candidate sizes of our Pallas kernels on the GPUs; the compilation "
+        "cache keeps the choice")
     add("--compilation-cache", type=Path, metavar="FOLDER",
         help="keep compiled programs and results of autotuning in this folder; it must belong to "
         "you alone, and all processes of all your jobs can use it")

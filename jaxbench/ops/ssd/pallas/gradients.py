@@ -40,6 +40,7 @@ from jax.experimental import pallas as pl
 from jaxbench.ops.kernel_sizes import sizes_for
 from jaxbench.ops.pallas_call import Launch, Output, call, product
 from jaxbench.ops.ssd.pallas.tiles import (
+    SMALLER,
     OfChunk,
     OfHead,
     OfHeadInChunk,
@@ -75,7 +76,7 @@ def reverse(tuning, dims, u, dt, a, entering, before, dy, *, sizes: Launch | Non
     """Returns, by name: `after`, the gradients of the states after each chunk; `total`, which is T;
     and `dentering`, the gradient of `entering`, if there is one."""
     if sizes is None:
-        found = launches(tuning.reverse)
+        found = launches(tuning.reverse, *SMALLER)
         sizes = sizes_for(reverse, found, tuning, dims, u, dt, a, entering, before, dy)
     batch, length, groups, _ = u.shape
     heads = groups * dims.heads
@@ -123,7 +124,7 @@ def gradient_of_x(tuning, dims, u, dt, total, d, before, after, dy, *, sizes: La
     """The gradients of u, dt and d. In `du` only the columns of x are written. `ddt` lacks the part
     through T, `dtotal` lacks its first term, and `dd` has one number per chunk."""
     if sizes is None:
-        found = launches(tuning.x)
+        found = launches(tuning.x, *SMALLER)
         sizes = sizes_for(gradient_of_x, found, tuning, dims, u, dt, total, d, before, after, dy)
     batch, length, groups, _ = u.shape
     heads, chunks = groups * dims.heads, length // tuning.chunk

@@ -17,7 +17,9 @@ Columns = slice | pl.Slice
 EIGHT_WARPS = Launch(8)
 LOADS_AHEAD = Launch(8, 2)
 FOUR_WARPS = Launch(4, 2)
-LAUNCHES = EIGHT_WARPS, LOADS_AHEAD, Launch(8, 3), Launch(4), FOUR_WARPS, Launch(4, 3)
+LAUNCHES = EIGHT_WARPS, LOADS_AHEAD, Launch(8, 3)
+SMALLER = Launch(4), FOUR_WARPS
+"""For kernels that spill no kilobyte of registers with four warps."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,10 @@ def tuning_of_mesh() -> Tuning:
     return BLACKWELL if capability and capability[0] >= 10 else Tuning()
 
 
-def launches(first: Launch) -> tuple[Launch, ...]:
-    """The launches among which a tuner chooses for a kernel of the scan. `first` is the default."""
-    return tuple(dict.fromkeys((first, *LAUNCHES)))
+def launches(first: Launch, *others: Launch) -> tuple[Launch, ...]:
+    """The launches among which a tuner chooses for a kernel of the scan: `LAUNCHES` and `others`.
+    `first` is the default."""
+    return tuple(dict.fromkeys((first, *LAUNCHES, *others)))
 
 
 class OfHead:
