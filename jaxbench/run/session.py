@@ -56,14 +56,14 @@ class Session:
     skipped: tuple[str, ...] = ()
 
     @property
-    def restore(self) -> Path | None:
+    def checkpoint(self) -> Path | None:
         """The checkpoint to start from; None for a new run."""
         return self.checkpoints[0] if self.checkpoints else None
 
     @property
     def start(self) -> int:
         """The number of steps that were completed before this session."""
-        return int(self.restore.name) if self.restore else 0
+        return int(self.checkpoint.name) if self.checkpoint else 0
 
 
 def benchmark(run: Run, session: Session) -> int:
@@ -170,11 +170,10 @@ class Attempt:
         with self._kernel_sizes():
             compiled = self._compile()
         self.program = WatchedProgram(compiled, self._failed_launch)
-        self._enter("loading", "the last checkpoint" if self.session.restore else "new weights")
+        self._enter("loading", "the last checkpoint" if self.session.checkpoint else "new weights")
         state, saver = self._restore(), self._saver()
         pauses = self._pauses(saver, compiled)
         self._enter("training", f"steps {self.session.start} to {self.run.steps - 1}")
-        self.recorder.start_steps()
         times: list[tuple[float, float]] = []
         recompiled = compilations()
         sampler = sampling.sampler(self.session.folder, self.recorder.say)
@@ -188,7 +187,7 @@ class Attempt:
                 self.recorder.step(step)
                 if sampler and len(times) == 1:  # initialization is over
                     sampled.enter_context(sampler)
-                initial = self.session.restore is None and not step["step"]
+                initial = self.session.checkpoint is None and not step["step"]
                 self._check(plausible.problem(self.run, step, initial))
         if saver is not None:
             saver.wait()
@@ -285,7 +284,7 @@ class Attempt:
 
     def _restore(self) -> State:
         """The state of the checkpoint to start from, or the initial state without one."""
-        if self.session.restore is None:
+        if self.session.checkpoint is None:
             return new_state(self.run)
         from jaxbench.run import checkpoint  # slow to import, and only needed here
 
@@ -315,7 +314,7 @@ class Attempt:
             self.recorder.say(f"warning: {reason}")
         if skipped:
             self.recorder.say(f"starting from {path}")
-        if path != self.session.restore:
+        if path != self.session.checkpoint:
             self.session = replace(self.session, checkpoints=(path,))
             self.recorder.begin(self.session.start, begun(self.recorder.record, self.session.start))
 
