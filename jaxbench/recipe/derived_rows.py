@@ -19,7 +19,7 @@ from jaxbench.recipe import flops, recipes
 from jaxbench.recipe.recipes import SMOKE, Override, Recipe
 from jaxbench.recipe.settings import CHOSEN, Run
 
-LARGEST = 2**20
+MOST_GPUS = 2**20
 """The largest number of GPUs that we derive a row for."""
 
 SEARCHED = 256
@@ -46,8 +46,8 @@ def extend(
     if gpus == SMOKE or gpus in recipe.rows:
         return recipe
     assert isinstance(gpus, int)
-    if not 0 < gpus <= LARGEST:
-        raise RecipeError(f"--gpus {gpus}: expected a whole number from 1 to {LARGEST}")
+    if not 0 < gpus <= MOST_GPUS:
+        raise RecipeError(f"--gpus {gpus}: expected a whole number from 1 to {MOST_GPUS}")
     fixed = {o.name: o.value for o in overrides if o.section == "parallelism"}
     changes = tuple(o for o in overrides if o.section in ("model", "parallelism"))
 
