@@ -1,7 +1,6 @@
 """The command `jaxbench list`: models, and the rows of recipes with their forecast and published
 throughput."""
 
-import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -106,7 +105,7 @@ def select(
         kept = [line for line in kept if word.lower() in line["recipe"]]
         wanted.append(repr(word))
         if not kept:
-            parts = {part for line in lines for part in re.split("_", line["recipe"])}
+            parts = {part for line in lines for part in line["recipe"].split("_")}
             near = meant(word, sorted(parts))
             raise RecipeError(f"no recipe has {' and '.join(wanted)} in its name{near}")
     names = {line["gpu"].name.lower() for line in kept}

@@ -244,8 +244,10 @@ class Execution:
         )
         names = INPUT, *SAVEABLE
         counts = _layer_counts("offload", self.offload, layers, "none, or ", names)
-        kept = "execution.offload: kernels keep attention on the device; name it in execution.remat"
-        require("attention" not in counts, kept)
+        require(
+            "attention" not in counts,
+            "execution.offload: kernels keep attention on the device; name it in execution.remat",
+        )
         return counts
 
 
@@ -451,24 +453,26 @@ class Run:
         divides("parallelism.pipeline", p.pipeline, "the number of microbatches", self.accumulation)
         in_layers = self.execution.replica_sums == "layer"
         require(not in_layers, "execution.replica_sums = layer: a pipeline sums once per step")
-        alike = "the stages of a pipeline compute alike"
-        hybrid = f"parallelism.pipeline: {m.family} has Mamba-2 mixers, which no pipeline can hold"
-        require(m.mamba is None, hybrid)
-        *first, (pattern, blocks) = repeating_blocks(m)
-        most, of = -(-blocks // p.pipeline), f"{blocks} repeated blocks ({pattern})"
+        require(
+            m.mamba is None,
+            f"parallelism.pipeline: {m.family} has Mamba-2 mixers, which no pipeline can hold",
+        )
+        *before, (pattern, repeats) = repeating_blocks(m)
+        blocks, most = f"{repeats} repeated blocks ({pattern})", -(-repeats // p.pipeline)
         require(
             p.virtual_stages <= most,
             f"parallelism.virtual_stages = {p.virtual_stages}: expected at most {most}, the "
-            f"blocks of a rank, for {of} over pipeline = {p.pipeline}",
+            f"blocks of a rank, for {blocks} over pipeline = {p.pipeline}",
         )
+        alike = "the stages of a pipeline compute alike"
         require(
-            not any("E" in letters for letters, _ in first),
-            f"parallelism.pipeline: {alike}; in front of the {of} no layer may have experts",
+            not any("E" in letters for letters, _ in before),
+            f"parallelism.pipeline: {alike}; in front of the {blocks} no layer may have experts",
         )
         for name, count in (self.execution.saved(m.layers) or {}).items():
             require(count == m.layers, f"execution.remat: {alike}; no layer count for {name}")
-        pipelined = "execution.offload: a pipeline cannot offload"
-        require(self.execution.offload == "none", pipelined)
+        offload = self.execution.offload
+        require(offload == "none", "execution.offload: a pipeline cannot offload")
         require(
             self.precision.last_bf16_layers == 0,
             f"precision.last_bf16_layers = {self.precision.last_bf16_layers}: {alike}; expected 0",

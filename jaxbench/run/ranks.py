@@ -40,10 +40,10 @@ def gather_ranks(
             entry["products_s"] = products_s()
     sent = {"entry": entry, "numbers": sampling.numbers(), "sampled": sampled}
     received = job.gather("stragglers", sent)
-    told = {(r["entry"]["host"], gpu["gpu"]): gpu for r in received for gpu in r["sampled"]}
+    telemetry = {(r["entry"]["host"], gpu["gpu"]): gpu for r in received for gpu in r["sampled"]}
     for r in received:
         places = [(r["entry"]["host"], number) for number in r["numbers"]]
-        if gpus := [told[place] for place in places if place in told]:
+        if gpus := [telemetry[place] for place in places if place in telemetry]:
             r["entry"]["gpus"] = gpus
     return [r["entry"] for r in received]
 
