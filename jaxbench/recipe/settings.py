@@ -60,10 +60,9 @@ class Parallelism:
     """pipeline stages (1F1B)"""
     virtual_stages: int = 1
     """model chunks of each pipeline rank (interleaved 1F1B; Narayanan et al. 2021): more of them
-    shorten the bubble. It requires that the number of microbatches is a multiple of `pipeline`, and
-    that all layers compute alike: the same mixers (no Mamba-2; first layers that are unlike the
-    others are computed with the embedding), no layer counts in `execution.remat`, no last layers
-    in bf16"""
+    shorten the bubble. The number of microbatches must be a multiple of `pipeline`, and all layers
+    must compute alike: no Mamba-2, no layer counts in `execution.remat`, no last layers in bf16.
+    First layers that are unlike the others are computed with the embedding"""
     fsdp: int = 1
     """ranks over which weights and optimizer state are sharded (fully sharded data parallelism)"""
     expert: int = 1
@@ -91,10 +90,10 @@ class Precision:
     for each block of 32 or 16 elements. In all three, head, embedding, attention scores and the
     Mamba-2 scan stay in bf16, norms in fp32, and the router in `model.experts.router_dtype`"""
     accumulate: Literal["fp32", "bf16"] = "fp32"
-    """dtype in which gradients are summed over microbatches, and in which these sums are reduced
-    between devices, once per step: over replicas, in a pipeline over all ranks. With a single
-    microbatch they stay in bf16, the gradient of the embedding in fp32. Within a replica without a
-    pipeline, the gradients of each microbatch are reduced in bf16"""
+    """dtype in which gradients are summed over microbatches. In the same dtype, once per step,
+    these sums are reduced over replicas, or in a pipeline over all ranks. With a single microbatch
+    gradients stay in bf16, except the embedding's, which is in fp32. Without a pipeline, a replica
+    reduces the gradients of each microbatch in bf16"""
     scaling: Literal["delayed", "current"] = "delayed"
     """where the FP8 scale of a tensor comes from: the amax of the last `amax_history` steps
     (`delayed`, as published), or the tensor itself (`current`)"""

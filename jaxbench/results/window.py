@@ -22,8 +22,7 @@ def window(steps: int, begin: int = 0) -> tuple[int, int]:
 
 def start_of(step: int, begins: Sequence[int]) -> int:
     """The start of a run that a step belongs to, given the first steps of its starts: the last
-    start that began at this step or before. What an earlier start computed from there on was
-    computed again."""
+    start that began at this step or before, since it repeated the steps of earlier starts."""
     return max((n for n, begin in enumerate(begins) if begin <= step), default=0)
 
 

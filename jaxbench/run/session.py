@@ -74,13 +74,17 @@ def benchmark(run: Run, session: Session) -> int:
         record = new_record(run, path, session.options, session.start)
         if first:
             write_json(session.folder / "environment.json", variables())
-        folder = session.folder if first else None
         board = None
         if first and session.options.tensorboard:
             board = TensorBoard(session.folder, record, session.start)
+        folder = session.folder if first else None
         recorder = Recorder(folder, run, record, session.start, board)
         with Watchdog(session.options.watchdog, partial(hung, recorder)) as watchdog:
-            signals = Signals(partial(interrupted, recorder, watchdog))
+
+            def interrupted(number: signal.Signals) -> None:  # before the first step
+                end(recorder, watchdog, 128 + number, "interrupted", name_of(number))
+
+            signals = Signals(interrupted)
             status, reason, cause = Attempt(run, session, recorder, signals, watchdog).outcome()
         if cause:
             tell(f"error: {reason}")
@@ -100,11 +104,6 @@ def hung(recorder: Recorder, reason: str) -> None:
     tell(f"error: {reason}")
     faulthandler.dump_traceback(sys.stderr.fileno())
     recorder.finish("failed", reason, "hang")
-
-
-def interrupted(recorder: Recorder, watchdog: Watchdog, number: signal.Signals) -> None:
-    """Ends a process before its first step, with a complete record."""
-    end(recorder, watchdog, 128 + number, "interrupted", name_of(number))
 
 
 def end(recorder: Recorder, watchdog: Watchdog, code: int, status: str, reason: str,
