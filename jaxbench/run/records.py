@@ -65,22 +65,24 @@ class Recorder:
     as on ranks other than 0, the record stays in memory.
 
     Every step goes to `steps.jsonl`, in both published formats to `log-<recipe>_<row>.out`, in a
-    short line to the terminal, and to `board`. A run that is resumed at step `start` keeps the
-    recorded steps before it.
+    short line to the terminal, and with `tensorboard` to its files. A run that is resumed at step
+    `start` keeps the recorded steps before it.
     """
 
     def __init__(self, folder: Path | None, run: Run, record: dict[str, Any], start: int = 0,
-                 board: TensorBoard | None = None):  # fmt: skip
+                 tensorboard: bool = False):  # fmt: skip
         self.folder, self.run, self.record = folder, run, record
         self.steps: list[dict[str, Any]] = []
         self._log_error: OSError | None = None
         self._jsonl: Lines | None = None
         self._slow: list[str] = []
-        self._board = board
+        self._board: TensorBoard | None = None
         # A signal before the first step calls `finish` from another thread.
         self._writing = threading.Lock()
         if folder is None:
             return
+        if tensorboard:
+            self._board = TensorBoard(folder, record, start)
         self._json = ReservedJson(folder / "run.json")
         self.begin(start, {})
         self._log = Lines(folder / f"log-{run.recipe}_{run.row}.out")

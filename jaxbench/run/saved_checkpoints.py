@@ -19,6 +19,9 @@ STATE, RECIPE = "state", "recipe"
 COMMIT = "commit_success.txt"
 """Newer versions of Orbax write this file last, into each item and into the checkpoint."""
 
+HISTORY = "dtype", "scaling", "amax_history"
+"""Settings of `precision` on which the histories of delayed scaling in the state depend."""
+
 
 def steps(folder: Path) -> list[int]:
     """Step numbers of the complete checkpoints in a folder, in ascending order."""
@@ -96,10 +99,6 @@ def _difference(path: Path, recipe: dict[str, Any]) -> str:
         f"{name}: {value} here, {other} in the checkpoint"
         for name, value, other in differing(here, there)
     )
-
-
-HISTORY = "dtype", "scaling", "amax_history"
-"""Settings of `precision` on which the histories of delayed scaling in the state depend."""
 
 
 def _history(recipe: dict[str, Any]) -> int:

@@ -32,9 +32,8 @@ from jaxbench.run.cache import autotuning_identity, autotuning_notice, cache_ide
 from jaxbench.run.host_memory import check_host_memory
 from jaxbench.run.ranks import gather_ranks, slow_devices
 from jaxbench.run.records import Recorder
-from jaxbench.run.start_record import begun, new_record
+from jaxbench.run.start_record import new_record, start_fields
 from jaxbench.run.step_errors import WatchedProgram
-from jaxbench.run.tensorboard import TensorBoard
 from jaxbench.train.loop import Pause, new_state, run_steps
 from jaxbench.train.program import compile_program, offloaded_bytes
 from jaxbench.train.program_checks import check_program, describe_kernels
@@ -74,11 +73,8 @@ def benchmark(run: Run, session: Session) -> int:
         record = new_record(run, path, session.options, session.start)
         if first:
             write_json(session.folder / "environment.json", variables())
-        board = None
-        if first and session.options.tensorboard:
-            board = TensorBoard(session.folder, record, session.start)
         folder = session.folder if first else None
-        recorder = Recorder(folder, run, record, session.start, board)
+        recorder = Recorder(folder, run, record, session.start, session.options.tensorboard)
         with Watchdog(session.options.watchdog, partial(hung, recorder)) as watchdog:
 
             def interrupted(number: signal.Signals) -> None:  # before the first step
@@ -315,7 +311,8 @@ class Attempt:
             self.recorder.say(f"starting from {path}")
         if path != self.session.checkpoint:
             self.session = replace(self.session, checkpoints=(path,))
-            self.recorder.begin(self.session.start, begun(self.recorder.record, self.session.start))
+            start = self.session.start
+            self.recorder.begin(start, start_fields(self.recorder.record, start))
 
     def _saver(self) -> Any:
         """The run's `Checkpoints`; None if it saves none."""

@@ -76,10 +76,10 @@ def new_record(run: Run, path: Path, options: Options, step: int) -> dict[str, A
         "hosts": [*dict.fromkeys(job.all_gather("hosts", job.node()))],
         "changed": changes(before, record) if before else {},
     }
-    return record | begun(record, step)
+    return record | start_fields(record, step)
 
 
-def begun(record: dict[str, Any], step: int) -> dict[str, Any]:
+def start_fields(record: dict[str, Any], step: int) -> dict[str, Any]:
     """The fields of a record that depend on the step at which its last start begins."""
     starts = [*record["starts"][:-1], record["starts"][-1] | {"step": step}]
     first, *resumed = [start["step"] for start in starts]
