@@ -328,7 +328,7 @@ class Attempt:
         options, pauses = self.session.options, [] if saver is None else [saver]
         if options.profile and jax.process_index() in options.profile_ranks:
             steps, folder = options.profile_steps, self.session.folder
-            pauses.insert(0, profiling.window(options.profile, steps, folder, program))
+            pauses.insert(0, profiling.profile_window(options.profile, steps, folder, program))
         return pauses
 
 

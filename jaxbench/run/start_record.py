@@ -21,7 +21,7 @@ from jaxbench.run.arguments import Options
 from jaxbench.run.records import SCHEMA, read
 from jaxbench.xla import flags
 
-PROGRAM = "recipe", "hardware", "versions", "flags"
+WHAT_RAN = "recipe", "hardware", "versions", "flags"
 """Fields of a record that say what ran."""
 
 IGNORED = ("recipe.overrides",)
@@ -100,7 +100,7 @@ def start_fields(record: dict[str, Any], step: int) -> dict[str, Any]:
 def changes(before: dict[str, Any], record: dict[str, Any]) -> dict[str, list[Any]]:
     """What differs between the programs that ran: [before, now] by dotted name."""
     there, here = (
-        dict(flat({name: fields.get(name) for name in PROGRAM}))
+        dict(flat({name: fields.get(name) for name in WHAT_RAN}))
         for fields in (before, json.loads(json.dumps(record)))
     )
     names = [n for n in there | here if n not in IGNORED and there.get(n) != here.get(n)]
