@@ -105,8 +105,8 @@ def options_of(command: Command) -> terminal.Parser:
 
 def version() -> str:
     """The version of this program and of what it was installed with, on one line."""
-    names = {name: value for name, value in versions().items() if value and name != "source"}
-    return ", ".join(f"{name} {value}" for name, value in names.items())
+    found = versions()
+    return ", ".join(f"{name} {found[name]}" for name in found if found[name] and name != "source")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         if not words or words[0] not in COMMANDS:
-            make_parser().parse_args(words[:1] or ["--help"])
+            make_parser().parse_args(words[:1] or ["--help"])  # raises, or exits after the help
         command = COMMANDS[words[0]]
         options_of(command).parse_args(words[1:])
         if command.first:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, Mesh, PartitionSpec
@@ -127,9 +128,15 @@ def spec(dims: str, rules: dict, **marks: set[str]) -> PartitionSpec:
 
 
 def _spec(entries: Iterable, **marks: set[str]) -> PartitionSpec:
-    named = (lambda *axes: ()) if manual() else used
-    split = [named(*_as_axes(entry)) or None for entry in entries]
-    return PartitionSpec(*split, **{mark: frozenset(named(*axes)) for mark, axes in marks.items()})
+    def named(axes: Collection[str]) -> tuple[str, ...]:
+        return () if manual() else used(*axes)
+
+    split = [named(_as_axes(entry)) or None for entry in entries]
+    return PartitionSpec(*split, **{mark: frozenset(named(axes)) for mark, axes in marks.items()})
+
+
+def _as_axes(entry: str | Collection[str] | None) -> Collection[str]:
+    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def manual() -> bool:
@@ -224,7 +231,7 @@ def pinned(x: jax.Array) -> jax.Array:
 
 def sum_seq(x: jax.Array, axis: int | tuple[int, ...] = 1) -> jax.Array:
     """The sum of `"batch shard_seq .."` over the dimensions `axis`, over the whole sequence."""
-    total = jax.numpy.sum(x, axis)
+    total = jnp.sum(x, axis)
     return jax.lax.psum(total, along) if (along := _hidden_seq()) else total
 
 
@@ -237,7 +244,7 @@ def next_in_seq(x: jax.Array, last: int) -> jax.Array:
     def local(x):
         first = jax.lax.ppermute(x[:, :1], CONTEXT, to_rank_before)
         at_end = jax.lax.axis_index(CONTEXT) == ranks - 1
-        return jax.numpy.concatenate([x[:, 1:], jax.numpy.where(at_end, last, first)], axis=1)
+        return jnp.concatenate([x[:, 1:], jnp.where(at_end, last, first)], axis=1)
 
     return on_each_device(local, PartitionSpec(*partition(x)), check_vma=False)(x)
 
@@ -251,7 +258,7 @@ def indices(dim: str, count: int) -> jax.Array:
     """The global indices of the `count` elements that a device holds along a logical dimension of
     an activation; inside a `shard_map`."""
     first = count * jax.lax.axis_index(split) if (split := axes(dim)) else 0
-    return first + jax.numpy.arange(count)
+    return first + jnp.arange(count)
 
 
 def _hidden_seq() -> tuple[str, ...]:
@@ -344,10 +351,6 @@ def sums_over_tensor(x: jax.Array, dims: str, kept: str) -> bool:
     )
 
 
-def _as_axes(entry: str | Collection[str] | None) -> Collection[str]:
-    return (entry,) if isinstance(entry, str) else entry or ()
-
-
 def cotangent_spec(x: jax.Array) -> PartitionSpec:
     """The partition of a cotangent of `x`, which is unreduced over the axes over which `x` is
     reduced."""
@@ -368,7 +371,7 @@ def per_device() -> PartitionSpec:
 
 def zero_gradient(w: jax.Array, dtype) -> jax.Array:
     """Zeros to which gradients of an `accumulating` weight can be added."""
-    zeros = jax.numpy.zeros(w.shape, dtype, out_sharding=PartitionSpec(*partition(w)))
+    zeros = jnp.zeros(w.shape, dtype, out_sharding=PartitionSpec(*partition(w)))
     return jax.sharding.reshard(zeros, cotangent_spec(w))
 
 

@@ -1,5 +1,5 @@
-"""Who may write a folder or a file, atomic writes, which also work when the disk is full, and the
-record of a run.
+"""Files that stay whole: one writer for each, atomic writes even when the disk is full, and folders
+that belong to one user.
 
 No file is written through a link: in a folder that several users share, another user may have made
 the link.

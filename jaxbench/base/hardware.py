@@ -23,7 +23,7 @@ service/gpu/gpu_hlo_schedule.cc, `PyClient::Compile`)."""
 HOST_FRACTION = 0.9
 """Share of a host's memory that offloaded activations may take."""
 
-RESERVE_BYTES = 2 * 2**30
+FREE_BYTES = 2 * 2**30
 """Bytes that we keep free inside that share, for fragmentation of the allocator and for buffers
 that kernels take at run time."""
 
@@ -123,7 +123,7 @@ class Gpu:
     @property
     def memory_limit(self) -> int:
         """Bytes that a program may use."""
-        return self.allocated - RESERVE_BYTES
+        return self.allocated - FREE_BYTES
 
     @property
     def host_limit(self) -> int:

@@ -18,15 +18,15 @@ HARMLESS = re.compile(r"""jax_(
     send_traceback_to_runtime | pprint_use_color | captured_constants\w+ | hlo_source\w+ |
     source_url_schema | mock_gpu_topology
 )""", re.X)  # fmt: skip
-"""Options of JAX that leave alone what is computed. Every other one has to keep its default: JAX
-adds some with each release."""
+"""Options of JAX that do not change what is computed. Every other one has to keep its default,
+since each release of JAX adds some."""
 
 OPTIONS = "import jax, json; print(json.dumps(jax.config.values, default=str))"
 
 
 def check_environment() -> None:
-    """Imports JAX. Raises RecipeError for a variable that it refuses, and for one that gives an
-    option of JAX that is not `HARMLESS` another value than its default."""
+    """Imports JAX. Raises RecipeError for a variable that JAX refuses, and for one that changes an
+    option that is not `HARMLESS`."""
     ours = sorted(name for name in os.environ if name.startswith("JAX_"))
     try:
         import jax

@@ -96,9 +96,9 @@ def console() -> Console:
 
 
 def folded(text: str, output: Console | None = None, label: str = LABEL) -> str:
-    """The text, with long lines folded to the width of the terminal and continued below what
-    follows a line's label, or 4 characters in. Without a terminal lines stay whole, so that tools
-    can search them."""
+    """The text with lines folded to the width of the terminal. A line continues below the text
+    behind its `label`, or is indented by 4. Without a terminal lines stay whole, so that tools can
+    search them."""
     output = output or Console()
     if not output.is_terminal:
         return text

@@ -117,13 +117,13 @@ class Chart:
 
     def line(self, css: str, points: Sequence[Point]) -> None:
         """Draws a line through points."""
-        places = (f"{self.x.at(x):g},{self.y.at(y):g}" for x, y in thinned(points))
+        places = (f"{self.x.at(x):g},{self.y.at(y):g}" for x, y in thin_out(points))
         self.paths.append((f"line {css}", "M" + "L".join(places)))
 
     def dots(self, css: str, points: Sequence[Point]) -> None:
         """Draws points as the markers of their class."""
         dx, dy, path = SHAPES[css]
-        places = [(self.x.at(x) + dx, self.y.at(y) + dy) for x, y in thinned(points)]
+        places = [(self.x.at(x) + dx, self.y.at(y) + dy) for x, y in thin_out(points)]
         self.paths.append((f"dot {css}", "".join(f"M{x:g},{y:g}{path}" for x, y in places)))
 
     def rule(self, css: str, value: float) -> None:
@@ -147,7 +147,7 @@ class Chart:
         self.texts.append(("note", self.x.start, self.y.end - 5, text, "start"))
 
 
-def thinned(points: Sequence[Point]) -> Sequence[Point]:
+def thin_out(points: Sequence[Point]) -> Sequence[Point]:
     """At most about `MOST_POINTS` points of a series: the least and the largest of each bucket."""
     if len(points) <= MOST_POINTS:
         return points
@@ -184,7 +184,7 @@ def ends(values: Sequence[float], from_zero: bool) -> tuple[float, float]:
     return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
 
 
-def labelled(values: Sequence[float]) -> Ticks:
+def tick_labels(values: Sequence[float]) -> Ticks:
     """Ticks with as many decimals as are needed to distinguish them."""
     gap = min((b - a for a, b in pairwise(values) if b > a), default=abs(values[0]) or 1.0)
     decimals = next((d for d in range(6) if math.isclose(round(gap, d), gap, rel_tol=1e-6)), 6)
@@ -207,7 +207,7 @@ def empty_chart(
     whole = [v for v in ticks(x.low, x.high) if v == int(v)] or [x.low]
     chart = Chart(
         title=title, description=description, x=x, y=y, unit=unit, x_title=x_title,
-        x_ticks=x_ticks or labelled(whole), y_ticks=labelled(ticks(low, high, 4)),
+        x_ticks=x_ticks or tick_labels(whole), y_ticks=tick_labels(ticks(low, high, 4)),
         watermark=watermark, cuts=("y",) if low else (),
     )  # fmt: skip
     last = -math.inf

@@ -77,7 +77,7 @@ def unbroken(text: str) -> str:
 
 
 def breakable(text: str) -> Markup:
-    """A name that may break after its marks if a line has no room for all of it."""
+    """A name in which a line may end after a dot, underscore, slash, comma or bracket."""
     return Markup(re.sub(r"([._/,\]])(?=[a-z\[]|\d+[a-z])", r"\1<wbr>", str(escape(text))))
 
 

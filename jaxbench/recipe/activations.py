@@ -79,10 +79,11 @@ def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
 def host_bytes(run: Run) -> float:
     """Bytes of host memory for the offloaded activations of one device during a step, before the
     step is compiled. The input of a layer counts in each layer, even if a block has several layers.
-    A block that does not repeat keeps its activations on the device, as the last block of each
-    stack does, whose place in the host's memory stays empty."""
-    cfg, p = run.model, run.parallelism
-    execution = run.execution
+
+    A block that does not repeat keeps its activations on the device, and so needs no host memory.
+    The last block of a stack keeps them there too, but its place in host memory is allocated.
+    """
+    cfg, p, execution = run.model, run.parallelism, run.execution
     features = {n: a.features for n, a in activations(cfg, run.batch.sequence_length).items()}
     features[INPUT] = cfg.layers * cfg.embed
     kept = execution.saved(cfg.layers) or {}

@@ -24,9 +24,50 @@ def setting_names(cls: Any, prefix: str) -> Iterator[str]:
                 yield from setting_names(option, f"{prefix}{name}.")
 
 
+def build(cls: type, values: dict, where: str) -> Any:
+    """A dataclass from the plain values of a recipe. Raises RecipeError for an unknown name, a
+    missing one and a value of another type."""
+    hints = typing.get_type_hints(cls)
+    for key in values:
+        check_key(key, list(hints), where)
+    if missing := _missing(cls, values):
+        raise RecipeError(f"{where}: missing {', '.join(missing)}")
+    return cls(
+        **{key: _convert(value, hints[key], f"{where}.{key}") for key, value in values.items()}
+    )
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """`value` as the annotated type. Raises RecipeError if it has another type."""
+    options = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        return None if value is None else _convert(value, options[0], where)
+    if typing.get_origin(hint) is typing.Literal:
+        if value in options:
+            return value
+        raise RecipeError(f"{where} = {shown(value)}: expected one of {', '.join(options)}")
+    if isinstance(hint, type) and is_dataclass(hint):
+        return build(hint, mapping(value, where), where)
+    if hint is str and isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return ",".join(value)
+    if not _is(hint, value):
+        expected = "true or false" if hint is bool else hint.__name__
+        got = type(value).__name__
+        raise RecipeError(f"{where} = {shown(value)}: expected {expected}, got {got}")
+    if hint is int and abs(value) > LARGEST:
+        raise RecipeError(f"{where} is too large: at most {LARGEST}")
+    if hint is float:
+        with contextlib.suppress(OverflowError):
+            if math.isfinite(number := float(value)):
+                return number
+        raise RecipeError(f"{where} = {shown(value)}: expected a finite number")
+    return value
+
+
 def restored(kind: Any, value: Any) -> Any:
-    """A value of the type `kind` (a dataclass, or a type that holds some) from the plain values of
-    `asdict`. Raises TypeError for a value of another type, and for missing or unexpected fields."""
+    """A value of the type `kind` from the JSON of a record, which `asdict` made. `kind` is a
+    dataclass, or a type that holds some. Raises TypeError for a value of another type, and for
+    missing or unexpected fields."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
@@ -35,7 +76,7 @@ def restored(kind: Any, value: Any) -> Any:
         for option in others:
             with contextlib.suppress(TypeError):
                 return restored(option, value)
-        return restored(last, value)
+        return restored(last, value)  # its error is about the type, not about null
     plain = dict if is_dataclass(kind) else list if origin is tuple else origin or kind
     if isinstance(plain, type) and not _is(plain, value):
         raise TypeError(f"expected {plain.__name__}, got {shown(value)}")
@@ -43,8 +84,8 @@ def restored(kind: Any, value: Any) -> Any:
         hints = typing.get_type_hints(kind)
         if other := value.keys() - hints.keys():
             raise TypeError(f"unexpected field {min(other)!r}")
-        if lost := _missing(kind, value):
-            raise TypeError(f"missing field {lost[0]!r}")
+        if missing := _missing(kind, value):
+            raise TypeError(f"missing field {missing[0]!r}")
         return kind(**{name: restored(hints[name], of) for name, of in value.items()})  # type: ignore[operator]
     if origin is list:
         return [restored(inner[0], of) for of in value]
@@ -57,10 +98,34 @@ def _missing(cls: Any, values: dict) -> list[str]:
 
 
 def _is(plain: type, value: Any) -> bool:
-    """True for a value of a JSON type. A whole number may stand for a float."""
+    """True for a value of a plain type. A whole number may stand for a float, but not a bool for a
+    number."""
     if isinstance(value, bool):
         return plain is bool
     return isinstance(value, int | float if plain is float else plain)
+
+
+def check_key(key: Any, allowed: list[str], where: str) -> None:
+    """Raises RecipeError with the nearest name unless the key is allowed."""
+    if key not in allowed:
+        near = meant(shown(key), allowed, cutoff=0.0)
+        raise RecipeError(f"{where}: unknown key {shown(key)}{near}")
+
+
+def mapping(value: Any, where: str) -> dict:
+    """The value, which must be a mapping. Raises RecipeError if it is not."""
+    if not isinstance(value, dict):
+        raise RecipeError(f"{where} must be a mapping, not {shown(value)}")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A user's value in a message: short, on one line."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not print numbers with thousands of digits
+        return f"a very large {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -84,86 +149,12 @@ def differing(
             yield prefix + name, value, other[name]
 
 
-def known(key: Any, allowed: list[str], where: str) -> None:
-    """Raises RecipeError with the nearest name unless the key is allowed."""
-    if key not in allowed:
-        near = meant(shown(key), allowed, cutoff=0.0)
-        raise RecipeError(f"{where}: unknown key {shown(key)}{near}")
-
-
-def mapping(value: Any, where: str) -> dict:
-    """The value, which must be a mapping. Raises RecipeError if it is not."""
-    if not isinstance(value, dict):
-        raise RecipeError(f"{where} must be a mapping, not {shown(value)}")
-    return value
-
-
-def shown(value: Any) -> str:
-    """A user's value in a message: short, on one line."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python does not print numbers with thousands of digits
-        return f"a very large {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def build(cls: type, values: dict, where: str) -> Any:
-    """The dataclass from plain values. Checks names and types."""
-    hints = typing.get_type_hints(cls)
-    for key in values:
-        known(key, list(hints), where)
-    if missing := _missing(cls, values):
-        raise RecipeError(f"{where}: missing {', '.join(missing)}")
-    return cls(
-        **{key: _convert(value, hints[key], f"{where}.{key}") for key, value in values.items()}
-    )
-
-
-def _convert(value: Any, hint: Any, where: str) -> Any:
-    """`value` as the annotated type. Raises RecipeError if it has another type."""
-    options = typing.get_args(hint)
-    if isinstance(hint, types.UnionType):
-        return None if value is None else _convert(value, options[0], where)
-    if typing.get_origin(hint) is typing.Literal:
-        if value in options:
-            return value
-        raise RecipeError(f"{where} = {shown(value)}: expected one of {', '.join(options)}")
-    if isinstance(hint, type) and is_dataclass(hint):
-        return build(hint, mapping(value, where), where)
-    if hint is str and isinstance(value, list) and all(isinstance(part, str) for part in value):
-        return ",".join(value)
-    if hint is float:
-        return _number(value, where)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        kind = type(value).__name__
-        expected = "true or false" if hint is bool else hint.__name__
-        raise RecipeError(f"{where} = {shown(value)}: expected {expected}, got {kind}")
-    if hint is int and abs(value) > LARGEST:
-        raise RecipeError(f"{where} is too large: at most {LARGEST}")
-    return value
-
-
-def _number(value: Any, where: str) -> float:
-    """A finite float."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        kind = type(value).__name__
-        raise RecipeError(f"{where} = {shown(value)}: expected float, got {kind}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise RecipeError(f"{where} = {shown(value)}: expected a finite number")
-    return number
-
-
 def merged(settings: dict, changes: dict) -> dict:
     """The settings with changes. Mappings inside of mappings are merged too."""
     result = dict(settings)
     for key, value in changes.items():
         old = result.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
-            result[key] = merged(old, value)
-        else:
-            result[key] = value
+            value = merged(old, value)
+        result[key] = value
     return result

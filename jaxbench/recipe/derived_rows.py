@@ -19,11 +19,11 @@ from jaxbench.recipe import flops, recipes
 from jaxbench.recipe.recipes import SMOKE, Override, Recipe
 from jaxbench.recipe.settings import CHOSEN, Run
 
-LARGEST = 2**20
+MOST_GPUS = 2**20
 """The largest number of GPUs that we derive a row for."""
 
 SEARCHED = 256
-"""How many numbers of GPUs we try below and above one that cannot work."""
+"""How many numbers of GPUs we try below and above one for which no row can be derived."""
 
 OTHERS = tuple(axis for axis in CHOSEN if axis != "fsdp")
 """The axes that a row sizes, except fsdp, which takes what the number of GPUs needs."""
@@ -46,39 +46,37 @@ def extend(
     if gpus == SMOKE or gpus in recipe.rows:
         return recipe
     assert isinstance(gpus, int)
-    if not 0 < gpus <= LARGEST:
-        raise RecipeError(f"--gpus {gpus}: expected a whole number from 1 to {LARGEST}")
+    if not 0 < gpus <= MOST_GPUS:
+        raise RecipeError(f"--gpus {gpus}: expected a whole number from 1 to {MOST_GPUS}")
     fixed = {o.name: o.value for o in overrides if o.section == "parallelism"}
-    changes = tuple(o for o in overrides if o.section in ("model", "parallelism"))
+
+    def fills(count: int) -> bool:
+        return not whole_nodes or gpu is None or gpu.spread(count) is not None
 
     def row(count: int) -> dict[str, Any] | None:
-        whole = not whole_nodes or gpu is None or gpu.spread(count) is not None
-        return derived(recipe, count, gpu, fixed, changes) if whole else None
+        return _derived(recipe, count, gpu, fixed, overrides) if fills(count) else None
 
     if (settings := row(gpus)) is not None:
         return replace(recipe, rows=recipe.rows | {gpus: settings}, derived=recipe.derived | {gpus})
     counts = [n for n in recipe.rows if isinstance(n, int) and n > 1]
-    last = max([gpus, *counts]) + 1
     below = range(gpus - 1, max(1, gpus - SEARCHED), -1)
-    above = range(gpus + 1, max(last, gpus + SEARCHED))
+    above = range(gpus + 1, max([*counts, gpus + SEARCHED - 1]) + 1)
     near = [
         next((n for n in numbers if (n in counts and not fixed) or row(n) is not None), None)
         for numbers in (below, above)
     ]
-    raise RecipeError(
-        f"recipe {recipe.name} on {counted(gpus, gpu.name if gpu else 'GPU')}: "
-        f"{_why(gpus, gpu, fixed, whole_nodes)}; the nearest counts that work: "
-        f"{' and '.join(str(n) for n in near if n) or 'none'}; its rows are {recipe.row_names()}"
-    )
-
-
-def _why(gpus: int, gpu: Gpu | None, fixed: dict[str, Any], whole_nodes: bool) -> str:
-    """The reason why no row can be derived for this number of GPUs."""
-    if gpu and whole_nodes and gpu.spread(gpus) is None:
+    if gpu and not fills(gpus):
         domains = f" in NVLink domains of {gpu.domain}" if gpu.domain > gpu.node else ""
-        return f"they do not fill nodes of {gpu.node}{domains}"
-    asked = f" with {', '.join(f'{name}={size}' for name, size in fixed.items())}" if fixed else ""
-    return f"no mesh of {'it' if gpus == 1 else 'them'}{asked} has room for the train state"
+        why = f"they do not fill nodes of {gpu.node}{domains}"
+    else:
+        sizes = ", ".join(f"{name}={size}" for name, size in fixed.items())
+        mesh = f"no mesh of {'it' if gpus == 1 else 'them'}{f' with {sizes}' if sizes else ''}"
+        why = f"{mesh} has room for the train state"
+    raise RecipeError(
+        f"recipe {recipe.name} on {counted(gpus, gpu.name if gpu else 'GPU')}: {why}; the nearest "
+        f"counts that work: {' and '.join(str(n) for n in near if n) or 'none'}; its rows are "
+        f"{recipe.row_names()}"
+    )
 
 
 def base(recipe: Recipe, gpus: int) -> int:
@@ -92,62 +90,60 @@ def base(recipe: Recipe, gpus: int) -> int:
     return max((n for n in counts if n < gpus), default=counts[0])
 
 
-def derived(
+def _derived(
     recipe: Recipe,
     gpus: int,
     gpu: Gpu | None,
     fixed: dict[str, Any],
-    changes: tuple[Override, ...],
+    overrides: tuple[Override, ...],
 ) -> dict[str, Any] | None:
-    """The settings of a row in which axes have the sizes in `fixed`. None if the train state fits
-    on no mesh of `gpus`; `changes` override the model that the state belongs to."""
+    """The settings of a row in which axes have the sizes in `fixed`. None if the train state of the
+    overridden model fits on no mesh of `gpus`."""
     count = base(recipe, gpus)
     run = recipes.resolve(recipe, count)
     room = gpu.memory_limit if gpu and gpu.memory else math.inf
     gradient = 2  # bytes, in bf16 at least
     model = run.model
     with suppress(RecipeError):  # a derived row may have a mesh for them
+        changes = tuple(o for o in overrides if o.section in ("model", "parallelism"))
         model = recipes.resolve(recipe, count, overrides=changes).model
     state = (run.optimizer.state_bytes + gradient) * flops.parameters(model)["total"]
-    for sizes in meshes(run, gpus, fixed):
-        if state / math.prod(sizes[axis] for axis in CHOSEN) > room:
+    for mesh in _meshes(run, gpus, fixed):
+        if state / math.prod(mesh[axis] for axis in CHOSEN) > room:
             continue
-        row = recipe.rows[count] | sizes | batch(run, gpus, sizes)
-        try:
+        row = recipe.rows[count] | mesh | _batch(run, gpus, mesh)
+        with suppress(RecipeError):
             recipes.resolve(replace(recipe, rows={gpus: row}), gpus)
-        except RecipeError:
-            continue
-        return row
+            return row
     return None
 
 
-def meshes(run: Run, gpus: int, fixed: dict[str, Any]) -> Iterator[dict[str, int]]:
+def _meshes(run: Run, gpus: int, fixed: dict[str, Any]) -> Iterator[dict[str, int]]:
     """Meshes for `gpus`, the closest to the run's mesh first. Three criteria sort them: the least
     change of axes other than fsdp; no fewer devices per copy of the model; a number of devices per
     copy that is nearest to the run's."""
     p, embed = run.parallelism, run.model.embed
     most = {**{axis: getattr(p, axis) for axis in OTHERS}, "fsdp": math.gcd(gpus, embed)}
     possible: list[tuple[tuple[float, bool, float], dict[str, int]]] = []
-    for sizes in product(*(_sizes(axis, size, fixed) for axis, size in most.items())):
+    for sizes in product(*(_sizes(size, fixed.get(axis)) for axis, size in most.items())):
         mesh, ranks = dict(zip(most, sizes, strict=True)), math.prod(sizes)
         if gpus % ranks == embed % ranks == 0:
-            divided = sum(abs(math.log2(getattr(p, axis) / mesh[axis])) for axis in OTHERS)
-            order = (divided, ranks < p.ranks, abs(math.log2(ranks / p.ranks)))
+            change = sum(abs(math.log2(getattr(p, axis) / mesh[axis])) for axis in OTHERS)
+            order = (change, ranks < p.ranks, abs(math.log2(ranks / p.ranks)))
             possible.append((order, mesh))
     for _, mesh in sorted(possible, key=lambda entry: entry[0]):
         chunks = max(p.pipeline * p.virtual_stages // mesh["pipeline"], 1)
         yield mesh | {"virtual_stages": chunks if mesh["pipeline"] > 1 else 1}
 
 
-def _sizes(axis: str, most: int, fixed: dict[str, Any]) -> list[int]:
+def _sizes(most: int, fixed: Any) -> list[int]:
     """The sizes that an axis can have: the fixed one, or all that divide `most`."""
-    size = fixed.get(axis)
-    if size is not None:
-        return [size] if isinstance(size, int) and size > 0 else []
+    if fixed is not None:
+        return [fixed] if isinstance(fixed, int) and fixed > 0 else []
     return [n for n in range(1, most + 1) if most % n == 0]
 
 
-def batch(run: Run, gpus: int, mesh: dict[str, int]) -> dict[str, int | None]:
+def _batch(run: Run, gpus: int, mesh: dict[str, int]) -> dict[str, int | None]:
     """The run's microbatch, and the global batch that is nearest to a proportional one."""
     ranks = gpus // math.prod(mesh[axis] for axis in ("pipeline", "context", "tensor"))
     one_pass = (run.batch.microbatch or 1) * ranks * mesh["pipeline"]

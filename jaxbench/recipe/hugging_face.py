@@ -19,7 +19,7 @@ def read(path: Path) -> tuple[str, list[str]]:
     of the file.
 
     Rotary frequencies and epsilons, which change no time, stay as they are. Raises RecipeError for
-    a file that cannot be read, and for what another family has.
+    a file that cannot be read, and for one of another family.
     """
     try:
         content = json.loads(path.read_text())

@@ -1,7 +1,6 @@
 """The command `jaxbench list`: models, and the rows of recipes with their forecast and published
 throughput."""
 
-import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -60,12 +59,11 @@ def rows() -> Iterator[dict[str, Any]]:
     forecast = forecasts()
     for recipe in recipes.load_all():
         tables = {"h100": recipe.rows, **recipe.gpu_rows}
-        for gpu, row in ((hardware.PLANNED[name], row) for name in tables for row in tables[name]):
-            if row == recipes.SMOKE:
-                continue
+        names = [(gpu, row) for gpu, rows in tables.items() for row in rows if row != recipes.SMOKE]
+        for name, row in names:
+            gpu = hardware.PLANNED[name]
             run = recipes.resolve(recipe.on(gpu), row)
-            key = recipe.name, gpu.name.lower(), run.gpus
-            step_s, interval = forecast.get(key, (None, None))
+            step_s, interval = forecast.get((recipe.name, name, run.gpus), (None, None))
             rate = run.tokens_per_step / step_s / run.gpus if step_s else None
             figure = published.lookup(run, gpu)
             yield {
@@ -106,7 +104,7 @@ def select(
         kept = [line for line in kept if word.lower() in line["recipe"]]
         wanted.append(repr(word))
         if not kept:
-            parts = {part for line in lines for part in re.split("_", line["recipe"])}
+            parts = {part for line in lines for part in line["recipe"].split("_")}
             near = meant(word, sorted(parts))
             raise RecipeError(f"no recipe has {' and '.join(wanted)} in its name{near}")
     names = {line["gpu"].name.lower() for line in kept}

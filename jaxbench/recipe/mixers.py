@@ -200,7 +200,7 @@ SSD_CHUNK = 256
 """The chunk length of XLA's Mamba-2 scan in tokens. It affects only speed and rounding. It is twice
 Megatron's default, so there are half as many states between chunks, and larger matmuls."""
 
-Activation = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu2"]
+Nonlinearity = Literal["silu", "gelu_tanh", "swiglu_clamped", "relu2"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +209,7 @@ class MlpConfig:
 
     ffn: int
     """width inside"""
-    activation: Literal[Activation, "gelu_ungated"] = "silu"
+    activation: Literal[Nonlinearity, "gelu_ungated"] = "silu"
     """gated except for `relu2`, the squared ReLU, and `gelu_ungated`, the GELU of GPT-3 in its tanh
     form"""
     biases: bool = False
@@ -242,7 +242,7 @@ class ExpertsConfig:
     """experts that a token is sent to"""
     ffn: int
     """width inside an expert"""
-    activation: Activation = "silu"
+    activation: Nonlinearity = "silu"
     """activation of an expert; gated except for `relu2`, the squared ReLU. `swiglu_clamped` bounds
     the gate and up projections (OpenAI 2025, "gpt-oss")"""
     biases: bool = False

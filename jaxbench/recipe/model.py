@@ -204,7 +204,7 @@ class ModelConfig:
             "model has both attention and latent_attention, whose positions differ; expected one",
         )
         for name in SYMBOLS.values():
-            symbols = [symbol for symbol, field in SYMBOLS.items() if field == name]
+            symbols = [symbol for symbol in SYMBOLS if SYMBOLS[symbol] == name]
             require(
                 getattr(self, name) is None or set(symbols) & set(used),
                 f"model.{name} needs {' or '.join(symbols)} in model.pattern; expected null",

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from jaxbench.base import hardware
 from jaxbench.base.errors import RecipeError, meant
 from jaxbench.recipe import strict_yaml
-from jaxbench.recipe.build import LARGEST, build, known, mapping, merged, setting_names, shown
+from jaxbench.recipe.build import LARGEST, build, check_key, mapping, merged, setting_names, shown
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import (
@@ -113,7 +113,7 @@ def load(config: str | Path) -> Recipe:
         raise RecipeError(f"{path}: expected a mapping with model, rows and sections")
     sections = [s for s in SECTIONS if s != "model"]
     for key in content:
-        known(key, ["model", "rows", *hardware.PLANNED, *sections], f"{path}")
+        check_key(key, ["model", "rows", *hardware.PLANNED, *sections], f"{path}")
     model = content.get("model")
     if not isinstance(model, str) or model not in MODELS:
         raise RecipeError(f"{path}: model is {shown(model)}; expected one of {', '.join(MODELS)}")
@@ -177,7 +177,7 @@ def resolve(
     values = {name: dict(section) for name, section in sections.items()}
     where = f"recipe {recipe.name}, row {row}"
     for key, value in recipe.rows[row].items():
-        known(key, [*ROW_KEYS, *SECTIONS], where)
+        check_key(key, [*ROW_KEYS, *SECTIONS], where)
         if key in ROW_KEYS:
             section, name = ROW_KEYS[key]
             if name in (recipe.rows[row].get(section) or {}):
@@ -243,7 +243,7 @@ def parse_overrides(texts: list[str]) -> tuple[Override, ...]:
         key, equals, value = text.partition("=")
         if not equals:
             raise RecipeError(f"--set {shown(text)}: expected key=value: parallelism.fsdp=4")
-        known(key, settings(), "--set")
+        check_key(key, settings(), "--set")
         section, name, *inner = key.split(".")
         try:
             parsed = strict_yaml.load(value)

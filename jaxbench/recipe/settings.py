@@ -60,10 +60,9 @@ class Parallelism:
     """pipeline stages (1F1B)"""
     virtual_stages: int = 1
     """model chunks of each pipeline rank (interleaved 1F1B; Narayanan et al. 2021): more of them
-    shorten the bubble. It requires that the number of microbatches is a multiple of `pipeline`, and
-    that all layers compute alike: the same mixers (no Mamba-2; first layers that are unlike the
-    others are computed with the embedding), no layer counts in `execution.remat`, no last layers
-    in bf16"""
+    shorten the bubble. The number of microbatches must be a multiple of `pipeline`, and all layers
+    must compute alike: no Mamba-2, no layer counts in `execution.remat`, no last layers in bf16.
+    First layers that are unlike the others are computed with the embedding"""
     fsdp: int = 1
     """ranks over which weights and optimizer state are sharded (fully sharded data parallelism)"""
     expert: int = 1
@@ -91,10 +90,10 @@ class Precision:
     for each block of 32 or 16 elements. In all three, head, embedding, attention scores and the
     Mamba-2 scan stay in bf16, norms in fp32, and the router in `model.experts.router_dtype`"""
     accumulate: Literal["fp32", "bf16"] = "fp32"
-    """dtype in which gradients are summed over microbatches, and in which these sums are reduced
-    between devices, once per step: over replicas, in a pipeline over all ranks. With a single
-    microbatch they stay in bf16, the gradient of the embedding in fp32. Within a replica without a
-    pipeline, the gradients of each microbatch are reduced in bf16"""
+    """dtype in which gradients are summed over microbatches. In the same dtype, once per step,
+    these sums are reduced over replicas, or in a pipeline over all ranks. With a single microbatch
+    gradients stay in bf16, except the embedding's, which is in fp32. Without a pipeline, a replica
+    reduces the gradients of each microbatch in bf16"""
     scaling: Literal["delayed", "current"] = "delayed"
     """where the FP8 scale of a tensor comes from: the amax of the last `amax_history` steps
     (`delayed`, as published), or the tensor itself (`current`)"""
@@ -244,8 +243,10 @@ class Execution:
         )
         names = INPUT, *SAVEABLE
         counts = _layer_counts("offload", self.offload, layers, "none, or ", names)
-        kept = "execution.offload: kernels keep attention on the device; name it in execution.remat"
-        require("attention" not in counts, kept)
+        require(
+            "attention" not in counts,
+            "execution.offload: kernels keep attention on the device; name it in execution.remat",
+        )
         return counts
 
 
@@ -451,24 +452,26 @@ class Run:
         divides("parallelism.pipeline", p.pipeline, "the number of microbatches", self.accumulation)
         in_layers = self.execution.replica_sums == "layer"
         require(not in_layers, "execution.replica_sums = layer: a pipeline sums once per step")
-        alike = "the stages of a pipeline compute alike"
-        hybrid = f"parallelism.pipeline: {m.family} has Mamba-2 mixers, which no pipeline can hold"
-        require(m.mamba is None, hybrid)
-        *first, (pattern, blocks) = repeating_blocks(m)
-        most, of = -(-blocks // p.pipeline), f"{blocks} repeated blocks ({pattern})"
+        require(
+            m.mamba is None,
+            f"parallelism.pipeline: {m.family} has Mamba-2 mixers, which no pipeline can hold",
+        )
+        *before, (pattern, repeats) = repeating_blocks(m)
+        blocks, most = f"{repeats} repeated blocks ({pattern})", -(-repeats // p.pipeline)
         require(
             p.virtual_stages <= most,
             f"parallelism.virtual_stages = {p.virtual_stages}: expected at most {most}, the "
-            f"blocks of a rank, for {of} over pipeline = {p.pipeline}",
+            f"blocks of a rank, for {blocks} over pipeline = {p.pipeline}",
         )
+        alike = "the stages of a pipeline compute alike"
         require(
-            not any("E" in letters for letters, _ in first),
-            f"parallelism.pipeline: {alike}; in front of the {of} no layer may have experts",
+            not any("E" in letters for letters, _ in before),
+            f"parallelism.pipeline: {alike}; in front of the {blocks} no layer may have experts",
         )
         for name, count in (self.execution.saved(m.layers) or {}).items():
             require(count == m.layers, f"execution.remat: {alike}; no layer count for {name}")
-        pipelined = "execution.offload: a pipeline cannot offload"
-        require(self.execution.offload == "none", pipelined)
+        offload = self.execution.offload
+        require(offload == "none", "execution.offload: a pipeline cannot offload")
         require(
             self.precision.last_bf16_layers == 0,
             f"precision.last_bf16_layers = {self.precision.last_bf16_layers}: {alike}; expected 0",

@@ -1,4 +1,4 @@
-"""Plans of the programs that ran: every plan.json of `python -m jaxbench.plan --dump`."""
+"""Finds the plan of a program that ran, among the plan.json files of `jaxbench plan --dump`."""
 
 import json
 from dataclasses import dataclass

@@ -49,11 +49,13 @@ class Difference(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A profile of `steps` steps next to the forecast. `kernels`, which include waits and gaps, add
-    up to a step, since there is one stream of kernels. Slices on a second one may overlap with it.
-    Collectives and copies run next to it on `links`. `found` is the share of the forecast's kernel
-    seconds whose instructions the profile has. `remark` says why the figures are no measurement, if
-    they are none."""
+    """A profile of `steps` steps next to the forecast.
+
+    `kernels` has kernels, waits and gaps, which follow each other and add up to a step; only slices
+    on a second stream may overlap with them. `links` has collectives and copies, which run at the
+    same time. `found` is the share of the forecast's kernel seconds whose instructions are in the
+    profile. If the figures are no measurement, `remark` says why.
+    """
 
     profile: str
     gpu: str

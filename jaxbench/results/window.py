@@ -17,15 +17,12 @@ window of the source's later releases."""
 def window(steps: int, begin: int = 0) -> tuple[int, int]:
     """The first and last step of the summary: the published window, or the last half of a run that
     is too short for it. A restored run begins at a later step."""
-    first, last = PUBLISHED
-    whole = begin < first and steps > last
-    return (first, last) if whole else ((begin + steps) // 2, steps - 1)
+    return PUBLISHED if not too_short(steps, begin) else ((begin + steps) // 2, steps - 1)
 
 
 def start_of(step: int, begins: Sequence[int]) -> int:
     """The start of a run that a step belongs to, given the first steps of its starts: the last
-    start that began at this step or before. What an earlier start computed from there on was
-    computed again."""
+    start that began at this step or before, since it repeated the steps of earlier starts."""
     return max((n for n, begin in enumerate(begins) if begin <= step), default=0)
 
 
@@ -45,9 +42,10 @@ def too_short(steps: int, begin: int = 0) -> list[str]:
     """The reason why a run of the steps from `begin` on is too short to be compared with published
     runs; empty if it is long enough."""
     first, last = PUBLISHED
+    if begin < first and steps > last:
+        return []
     had = f"iterations {begin} to {steps - 1}" if begin else f"{steps} iterations"
-    reason = f"{had}: the published means are of iterations {first} to {last}"
-    return [] if begin < first and steps > last else [reason]
+    return [f"{had}: the published means are of iterations {first} to {last}"]
 
 
 def spread(samples: list[float]) -> dict[str, float]:

@@ -139,11 +139,12 @@ def autotuning_notice(cached: Cached) -> str:
     """Says before compiling what autotuning will cost, as far as we know."""
     if cached.autotuned:
         return f"autotuning: {cached.autotuned} results of earlier starts are used again"
-    kept = "later starts use the results" if cached.options else "the results are not kept"
-    if not (cached.options or KEEPS_AUTOTUNING):
-        kept += " (needs jax 0.11.2)"
-    elif not cached.options:
-        kept += " (--compilation-cache FOLDER keeps them)"
+    if cached.options:
+        kept = "later starts use the results"
+    elif KEEPS_AUTOTUNING:
+        kept = "the results are not kept (--compilation-cache FOLDER keeps them)"
+    else:
+        kept = "the results are not kept (needs jax 0.11.2)"
     return (
         "autotuning: XLA times variants of its kernels on the GPUs, which a plan does not do; "
         f"{kept}"

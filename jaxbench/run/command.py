@@ -1,4 +1,4 @@
-"""The command `python -m jaxbench.train`: resolves the run, checks it, and starts the session."""
+"""The command `jaxbench train`: resolves the run, checks it, and starts the session."""
 
 import sys
 from contextlib import ExitStack, suppress

@@ -73,7 +73,7 @@ def check_host_memory(needed: float, when: str) -> None:
     count = here * jax.local_device_count()
     recompute = "use --set execution.offload=none to recompute instead"
     takes = f"node {platform.node()}: execution.offload takes {pinned / 2**30:.1f} GiB of memory"
-    for available, said in _available(os.environ):
+    for available, said in _available():
         if pinned * count > available:
             raise RunFailed(
                 f"{takes} for each of {counted(count, 'device')}, but "
@@ -88,11 +88,11 @@ def check_host_memory(needed: float, when: str) -> None:
         )
 
 
-def _available(variables: Mapping[str, str]) -> Iterator[tuple[int, str]]:
+def _available() -> Iterator[tuple[int, str]]:
     """Upper limits on the host memory that the job can have, in bytes, each with words for it."""
     if free := host_memory("MemAvailable"):
         yield free, "only {} are available"
-    if found := slurm_limit(variables):
+    if found := slurm_limit(os.environ):
         limit, name = found
         yield limit, f"Slurm gave the job only {{}} ({name}; sbatch --mem=0 asks for all)"
     if limit := cgroup_limit():
@@ -128,11 +128,10 @@ def cgroup_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
     files: list[Path] = []
     for line in own.read_text().splitlines() if own.is_file() else ():
         _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
+        if name := LIMITS.get(controllers):
             base = root / controllers
-            group, name = base / path.strip("/"), LIMITS[controllers]
-            files += [
-                folder / name for folder in (group, *group.parents) if folder.is_relative_to(base)
-            ]
+            group = base / path.strip("/")
+            groups = [folder for folder in (group, *group.parents) if folder.is_relative_to(base)]
+            files += [folder / name for folder in groups]
     texts = [file.read_text().strip() for file in files if file.is_file()]
     return min((int(text) for text in texts if text.isdecimal()), default=0)

@@ -17,6 +17,9 @@ from jaxbench.run import profiling, records, saved_checkpoints
 from jaxbench.run.arguments import Options
 from jaxbench.run.session import Session
 
+RUN_FILES = "run.json", "steps.jsonl", saved_checkpoints.FOLDER
+"""What a run leaves in its folder."""
+
 
 def prepare(run: Run, options: Options, held: ExitStack) -> tuple[Run, Session | None]:
     """The run with its number of steps, and its session; None for the session if the run is
@@ -36,10 +39,6 @@ def prepare(run: Run, options: Options, held: ExitStack) -> tuple[Run, Session |
     if options.nccl_trace:
         profiling.trace_nccl(session.folder)
     return replace(run, steps=steps), session
-
-
-RUN_FILES = "run.json", "steps.jsonl", saved_checkpoints.FOLDER
-"""What a run leaves in its folder."""
 
 
 def _decide(

@@ -70,7 +70,7 @@ class Window:
         self.is_open = not self.is_open
 
 
-def window(
+def profile_window(
     kind: str, steps: tuple[int, int], folder: Path, program: jax.stages.Compiled | None
 ) -> Window:
     """The window in which a `jax` profile is written to `<folder>/profile/rank-<n>`, with the text

@@ -13,7 +13,7 @@ from jaxbench.cluster.timing import device_seconds
 from jaxbench.results.window import spread
 from jaxbench.run import sampling
 
-SIZE, PRODUCTS = 4096, 64
+SIZE, MATMULS = 4096, 64
 """Matmuls that each GPU does alone after training: 9 TFLOP in each round."""
 
 
@@ -40,10 +40,10 @@ def gather_ranks(
             entry["products_s"] = products_s()
     sent = {"entry": entry, "numbers": sampling.numbers(), "sampled": sampled}
     received = job.gather("stragglers", sent)
-    told = {(r["entry"]["host"], gpu["gpu"]): gpu for r in received for gpu in r["sampled"]}
+    telemetry = {(r["entry"]["host"], gpu["gpu"]): gpu for r in received for gpu in r["sampled"]}
     for r in received:
         places = [(r["entry"]["host"], number) for number in r["numbers"]]
-        if gpus := [told[place] for place in places if place in told]:
+        if gpus := [telemetry[place] for place in places if place in telemetry]:
             r["entry"]["gpus"] = gpus
     return [r["entry"] for r in received]
 
@@ -59,7 +59,7 @@ def products_s() -> list[float]:
 
     def products(x: jax.Array) -> jax.Array:
         # Two per iteration: with one, XLA would copy the result to the place of the operand.
-        return jax.lax.fori_loop(0, PRODUCTS // 2, lambda _, y: x @ (x @ y), x)
+        return jax.lax.fori_loop(0, MATMULS // 2, lambda _, y: x @ (x @ y), x)
 
     with jax.set_mesh(local):
         x = jax.device_put(every, jax.NamedSharding(local, jax.P("local")))

@@ -64,25 +64,25 @@ class Recorder:
     """Writes the records of one run into its folder and reports to the terminal. Without a folder,
     as on ranks other than 0, the record stays in memory.
 
-    Every step goes to `steps.jsonl` and, in both published formats, to `log-<recipe>_<row>.out`. A
-    terminal shows the last step in a progress bar; any other output gets a short line per step. A
-    run that is resumed at step `start` keeps the recorded steps before it. `board` gets every step
-    too.
+    Every step goes to `steps.jsonl`, in both published formats to `log-<recipe>_<row>.out`, in a
+    short line to the terminal, and with `tensorboard` to its files. A run that is resumed at step
+    `start` keeps the recorded steps before it.
     """
 
     def __init__(self, folder: Path | None, run: Run, record: dict[str, Any], start: int = 0,
-                 board: TensorBoard | None = None):  # fmt: skip
+                 tensorboard: bool = False):  # fmt: skip
         self.folder, self.run, self.record = folder, run, record
         self.steps: list[dict[str, Any]] = []
         self._log_error: OSError | None = None
-        self._bar: Any = None
         self._jsonl: Lines | None = None
         self._slow: list[str] = []
-        self._board = board
+        self._board: TensorBoard | None = None
         # A signal before the first step calls `finish` from another thread.
         self._writing = threading.Lock()
         if folder is None:
             return
+        if tensorboard:
+            self._board = TensorBoard(folder, record, start)
         self._json = ReservedJson(folder / "run.json")
         self.begin(start, {})
         self._log = Lines(folder / f"log-{run.recipe}_{run.row}.out")
@@ -93,15 +93,16 @@ class Recorder:
 
     def begin(self, start: int, entries: dict[str, Any]) -> None:
         """Keeps the recorded steps before `start`, and adds entries to run.json."""
-        if self.folder is not None:
-            if self._jsonl is not None:
-                self._jsonl.close()
-            path = self.folder / "steps.jsonl"
-            self.steps = steps_before(start, path)
-            write_whole(path, "".join(json.dumps(step) + "\n" for step in self.steps))
+        if self.folder is None:
+            self.add(**entries)
+            return
+        if self._jsonl is not None:
+            self._jsonl.close()
+        path = self.folder / "steps.jsonl"
+        self.steps = steps_before(start, path)
+        write_whole(path, "".join(json.dumps(step) + "\n" for step in self.steps))
         self.add(**entries)
-        if self.folder is not None:
-            self._jsonl = Lines(path)
+        self._jsonl = Lines(path)
 
     def add(self, **entries: Any) -> None:
         """Adds entries to run.json. Raises RunFailed if it cannot be written."""
@@ -126,10 +127,7 @@ class Recorder:
         if self.folder is None:
             return
         self._to_log(line)
-        if self._bar is not None:
-            self._bar.console.print(line, highlight=False, markup=False)
-        else:
-            print(line, flush=True)
+        print(line, flush=True)
 
     def phase(self, name: str, detail: str) -> None:
         """Prints the time at which a phase of the run begins."""
@@ -140,15 +138,6 @@ class Recorder:
             self._log.write(line)
         except OSError as error:
             self._log_error = error
-
-    def start_steps(self) -> None:
-        """Opens the progress bar if the output is a terminal."""
-        if self.folder is not None and sys.stdout.isatty():
-            from rich.progress import MofNCompleteColumn, Progress
-
-            self._bar = Progress(MofNCompleteColumn(), *Progress.get_default_columns())
-            self._bar.start()
-            self._bar.add_task("training", total=self.run.steps, completed=len(self.steps))
 
     def step(self, values: dict[str, Any]) -> None:
         """Records a step with the figures of `run_steps`. Raises RunFailed if it cannot be
@@ -173,15 +162,8 @@ class Recorder:
         for text in (summary.maxtext_line(run, line), summary.nemo_line(run, line)):
             self._to_log(text)
         if self._board is not None:
-            counters = ("step", "start")
-            numbers = {k: v for k, v in line.items() if isinstance(v, int | float)}
-            numbers = {k: v for k, v in numbers.items() if k not in counters}
-            self._board.step(line["step"], numbers)
-        if self._bar is None:
-            print(summary.short_line(run, line), flush=True)
-        else:
-            status = f"{line['step_time_s']:.3f} s per step, loss {line['loss']:.3f}"
-            self._bar.update(self._bar.task_ids[0], advance=1, description=status)
+            self._board.step(line)
+        print(summary.short_line(run, line), flush=True)
         if self._log_error is not None:
             raise self._unwritable(self._log_error)
         if not self._slow and len(self.steps) % SLOW_STEPS == 0:
@@ -208,9 +190,6 @@ class Recorder:
             if cause:
                 print(f"error: {reason}", file=sys.stderr)
             return
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
         figures = self.summary()
         reasons = [
             *self.record["not_comparable_because"],

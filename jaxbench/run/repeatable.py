@@ -13,7 +13,7 @@ from jaxbench.cluster import job
 from jaxbench.recipe.settings import Run
 from jaxbench.train.loop import run_steps
 
-STEPS = 4
+TRAINED = 4
 """Steps of each run: enough that optimizer moments and FP8 scaling histories take effect."""
 
 
@@ -38,7 +38,7 @@ def check(run: Run, program: Callable, say: Callable[[str], None]) -> dict[str, 
 
     Raises RunFailed in every process if losses, gradient norms or the state differ in any of them.
     """
-    short = replace(run, steps=min(STEPS, run.steps))
+    short = replace(run, steps=min(TRAINED, run.steps))
     (figures, state), (others, second) = _train(short, program), _train(short, program)
     differences = job.gather("repeatable", _compare(figures, others) or _compare(state, second))
     difference = job.broadcast("difference", lambda: next(filter(None, differences), ""))

@@ -19,6 +19,9 @@ STATE, RECIPE = "state", "recipe"
 COMMIT = "commit_success.txt"
 """Newer versions of Orbax write this file last, into each item and into the checkpoint."""
 
+HISTORY = "dtype", "scaling", "amax_history"
+"""Settings of `precision` on which the histories of delayed scaling in the state depend."""
+
 
 def steps(folder: Path) -> list[int]:
     """Step numbers of the complete checkpoints in a folder, in ascending order."""
@@ -38,9 +41,11 @@ def readable(path: Path, recipe: dict[str, Any]) -> tuple[list[Path], list[str]]
     from the recipe's. Raises RunFailed if none can be read. This looks only at metadata: data that
     cannot be read show when the state is restored.
     """
-    folders = [path / FOLDER, path]
-    numbered = [[p for p in f.iterdir() if p.name.isdigit()] for f in folders if f.is_dir()]
-    found = next(filter(None, numbered), [path] if path.name.isdigit() and path.is_dir() else [])
+    folders = [folder for folder in (path / FOLDER, path) if folder.is_dir()]
+    numbered = ([p for p in folder.iterdir() if p.name.isdigit()] for folder in folders)
+    found = next(filter(None, numbered), [])
+    if not found and path.name.isdigit() and path.is_dir():
+        found = [path]
     if not found:
         raise RecipeError(f"{path} has no checkpoint")
     good: list[Path] = []
@@ -79,25 +84,21 @@ def unreadable(path: Path) -> str | None:
 def _difference(path: Path, recipe: dict[str, Any]) -> str:
     """How the state of a checkpoint differs from a recipe's, in the words of settings; empty if it
     does not differ."""
-    saved = json.loads((path / RECIPE / "metadata").read_text())
-    both = json.loads(json.dumps(recipe)), saved
-    precise = len({_history(r) for r in both}) > 1
+    here = json.loads(json.dumps(recipe))
+    there = json.loads((path / RECIPE / "metadata").read_text())
+    names = HISTORY if _history(here) != _history(there) else ()
     here, there = (
         {
             "model": r["model"],
             "optimizer": {"moments": r.get("optimizer", {}).get("moments", "fp32")},
-            "precision": {k: r["precision"].get(k) for k in HISTORY} if precise else {},
+            "precision": {name: r["precision"].get(name) for name in names},
         }
-        for r in both
+        for r in (here, there)
     )
     return ", ".join(
         f"{name}: {value} here, {other} in the checkpoint"
         for name, value, other in differing(here, there)
     )
-
-
-HISTORY = "dtype", "scaling", "amax_history"
-"""Settings of `precision` on which the histories of delayed scaling in the state depend."""
 
 
 def _history(recipe: dict[str, Any]) -> int:

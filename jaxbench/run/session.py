@@ -32,9 +32,8 @@ from jaxbench.run.cache import autotuning_identity, autotuning_notice, cache_ide
 from jaxbench.run.host_memory import check_host_memory
 from jaxbench.run.ranks import gather_ranks, slow_devices
 from jaxbench.run.records import Recorder
-from jaxbench.run.start_record import begun, new_record
+from jaxbench.run.start_record import new_record, start_fields
 from jaxbench.run.step_errors import WatchedProgram
-from jaxbench.run.tensorboard import TensorBoard
 from jaxbench.train.loop import Pause, new_state, run_steps
 from jaxbench.train.program import compile_program, offloaded_bytes
 from jaxbench.train.program_checks import check_program, describe_kernels
@@ -56,14 +55,14 @@ class Session:
     skipped: tuple[str, ...] = ()
 
     @property
-    def restore(self) -> Path | None:
+    def checkpoint(self) -> Path | None:
         """The checkpoint to start from; None for a new run."""
         return self.checkpoints[0] if self.checkpoints else None
 
     @property
     def start(self) -> int:
         """The number of steps that were completed before this session."""
-        return int(self.restore.name) if self.restore else 0
+        return int(self.checkpoint.name) if self.checkpoint else 0
 
 
 def benchmark(run: Run, session: Session) -> int:
@@ -75,12 +74,13 @@ def benchmark(run: Run, session: Session) -> int:
         if first:
             write_json(session.folder / "environment.json", variables())
         folder = session.folder if first else None
-        board = None
-        if first and session.options.tensorboard:
-            board = TensorBoard(session.folder, record, session.start)
-        recorder = Recorder(folder, run, record, session.start, board)
+        recorder = Recorder(folder, run, record, session.start, session.options.tensorboard)
         with Watchdog(session.options.watchdog, partial(hung, recorder)) as watchdog:
-            signals = Signals(partial(interrupted, recorder, watchdog))
+
+            def interrupted(number: signal.Signals) -> None:  # before the first step
+                end(recorder, watchdog, 128 + number, "interrupted", name_of(number))
+
+            signals = Signals(interrupted)
             status, reason, cause = Attempt(run, session, recorder, signals, watchdog).outcome()
         if cause:
             tell(f"error: {reason}")
@@ -100,11 +100,6 @@ def hung(recorder: Recorder, reason: str) -> None:
     tell(f"error: {reason}")
     faulthandler.dump_traceback(sys.stderr.fileno())
     recorder.finish("failed", reason, "hang")
-
-
-def interrupted(recorder: Recorder, watchdog: Watchdog, number: signal.Signals) -> None:
-    """Ends a process before its first step, with a complete record."""
-    end(recorder, watchdog, 128 + number, "interrupted", name_of(number))
 
 
 def end(recorder: Recorder, watchdog: Watchdog, code: int, status: str, reason: str,
@@ -170,11 +165,10 @@ class Attempt:
         with self._kernel_sizes():
             compiled = self._compile()
         self.program = WatchedProgram(compiled, self._failed_launch)
-        self._enter("loading", "the last checkpoint" if self.session.restore else "new weights")
+        self._enter("loading", "the last checkpoint" if self.session.checkpoint else "new weights")
         state, saver = self._restore(), self._saver()
         pauses = self._pauses(saver, compiled)
         self._enter("training", f"steps {self.session.start} to {self.run.steps - 1}")
-        self.recorder.start_steps()
         times: list[tuple[float, float]] = []
         recompiled = compilations()
         sampler = sampling.sampler(self.session.folder, self.recorder.say)
@@ -188,7 +182,7 @@ class Attempt:
                 self.recorder.step(step)
                 if sampler and len(times) == 1:  # initialization is over
                     sampled.enter_context(sampler)
-                initial = self.session.restore is None and not step["step"]
+                initial = self.session.checkpoint is None and not step["step"]
                 self._check(plausible.problem(self.run, step, initial))
         if saver is not None:
             saver.wait()
@@ -285,7 +279,7 @@ class Attempt:
 
     def _restore(self) -> State:
         """The state of the checkpoint to start from, or the initial state without one."""
-        if self.session.restore is None:
+        if self.session.checkpoint is None:
             return new_state(self.run)
         from jaxbench.run import checkpoint  # slow to import, and only needed here
 
@@ -315,9 +309,10 @@ class Attempt:
             self.recorder.say(f"warning: {reason}")
         if skipped:
             self.recorder.say(f"starting from {path}")
-        if path != self.session.restore:
+        if path != self.session.checkpoint:
             self.session = replace(self.session, checkpoints=(path,))
-            self.recorder.begin(self.session.start, begun(self.recorder.record, self.session.start))
+            start = self.session.start
+            self.recorder.begin(start, start_fields(self.recorder.record, start))
 
     def _saver(self) -> Any:
         """The run's `Checkpoints`; None if it saves none."""
@@ -333,7 +328,7 @@ class Attempt:
         options, pauses = self.session.options, [] if saver is None else [saver]
         if options.profile and jax.process_index() in options.profile_ranks:
             steps, folder = options.profile_steps, self.session.folder
-            pauses.insert(0, profiling.window(options.profile, steps, folder, program))
+            pauses.insert(0, profiling.profile_window(options.profile, steps, folder, program))
         return pauses
 
 

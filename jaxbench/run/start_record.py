@@ -21,7 +21,7 @@ from jaxbench.run.arguments import Options
 from jaxbench.run.records import SCHEMA, read
 from jaxbench.xla import flags
 
-PROGRAM = "recipe", "hardware", "versions", "flags"
+WHAT_RAN = "recipe", "hardware", "versions", "flags"
 """Fields of a record that say what ran."""
 
 IGNORED = ("recipe.overrides",)
@@ -76,10 +76,10 @@ def new_record(run: Run, path: Path, options: Options, step: int) -> dict[str, A
         "hosts": [*dict.fromkeys(job.all_gather("hosts", job.node()))],
         "changed": changes(before, record) if before else {},
     }
-    return record | begun(record, step)
+    return record | start_fields(record, step)
 
 
-def begun(record: dict[str, Any], step: int) -> dict[str, Any]:
+def start_fields(record: dict[str, Any], step: int) -> dict[str, Any]:
     """The fields of a record that depend on the step at which its last start begins."""
     starts = [*record["starts"][:-1], record["starts"][-1] | {"step": step}]
     first, *resumed = [start["step"] for start in starts]
@@ -100,7 +100,7 @@ def begun(record: dict[str, Any], step: int) -> dict[str, Any]:
 def changes(before: dict[str, Any], record: dict[str, Any]) -> dict[str, list[Any]]:
     """What differs between the programs that ran: [before, now] by dotted name."""
     there, here = (
-        dict(flat({name: fields.get(name) for name in PROGRAM}))
+        dict(flat({name: fields.get(name) for name in WHAT_RAN}))
         for fields in (before, json.loads(json.dumps(record)))
     )
     names = [n for n in there | here if n not in IGNORED and there.get(n) != here.get(n)]

@@ -9,6 +9,10 @@ from jaxbench.results.throughput import throughput
 from jaxbench.results.verdict import Verdict, judge
 from jaxbench.results.window import PUBLISHED, first_of_program, spread, start_of, window
 
+SLOW_SHARE, SLOW_S = 0.9, 0.02
+"""The least share of a step's time, and the least seconds per step, from which the host's work
+counts as slow."""
+
 
 def summary(
     run: Run, steps: list[dict[str, Any]], peak: float | None, starts: list[dict[str, Any]]
@@ -112,11 +116,6 @@ def slow_records(steps: list[dict[str, Any]]) -> list[str]:
         f"slow storage or terminal: writing the records of a step takes {host / len(steps):.2g} s, "
         "as long as the step"
     ]
-
-
-SLOW_SHARE, SLOW_S = 0.9, 0.02
-"""The least share of a step's time, and the least seconds per step, from which the host's work
-counts as slow."""
 
 
 def verdict(record: dict[str, Any], steps: list[dict[str, Any]]) -> Verdict:

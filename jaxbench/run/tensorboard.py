@@ -25,10 +25,11 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start or None)
         self._writer.add_text("command", record["command"], start)
 
-    def step(self, number: int, figures: dict[str, float]) -> None:
-        """One point of each figure."""
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, number)
+    def step(self, line: dict[str, Any]) -> None:
+        """One point of each figure in a line of steps.jsonl."""
+        for name, value in line.items():
+            if isinstance(value, int | float) and name not in ("step", "start"):
+                self._writer.add_scalar(name, value, line["step"])
 
     def close(self) -> None:
         """Writes what is left."""

@@ -319,8 +319,7 @@ def test_a_missing_library_is_one_line(monkeypatch):
 
 def test_tensorboard_has_every_step(tmp_path):
     run = tiny_run()
-    board = tensorboard.TensorBoard(tmp_path, record_of(run) | {"command": "train"}, 0)
-    recorder = Recorder(tmp_path, run, record_of(run), board=board)
+    recorder = Recorder(tmp_path, run, record_of(run) | {"command": "train"}, tensorboard=True)
     for n in range(3):
         recorder.step({**STEP, "step": n, "loss": 12.0 - n, "expert_load": [1, 2]})
     recorder.finish("interrupted", "SIGINT")

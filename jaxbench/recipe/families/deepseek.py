@@ -9,6 +9,31 @@ from jaxbench.recipe import flops
 from jaxbench.recipe.mixers import ExpertsConfig, LatentAttentionConfig, MlpConfig, Rope, Yarn
 from jaxbench.recipe.model import ModelConfig, PredictionConfig
 
+LATENT_ATTENTION = LatentAttentionConfig(
+    heads=128,
+    query_latent=1536,
+    kv_latent=512,
+    head_dim=128,
+    rope_dim=64,
+    value_dim=128,
+    rope=Rope(base=10_000.0, yarn=Yarn(factor=40.0, original_context=4096)),
+)
+EXPERTS = ExpertsConfig(
+    count=256,
+    top_k=8,
+    ffn=2048,
+    shared_ffn=2048,
+    router="sigmoid",
+    gate_scale=2.5,
+    groups=8,
+    top_groups=4,
+    bias_rate=1e-3,
+    balance_loss=1e-4,
+    routing="random",
+    # A token's experts are in 4 of 8 groups. With experts on 8 ranks, a group on each, a rank sends
+    # another 4096 +- 84 tokens of a sequence: 15 % more is 7 standard deviations.
+    rank_capacity_factor=1.15,
+)
 DEEPSEEK_V3 = ModelConfig(
     family="deepseek",
     size="v3",
@@ -16,32 +41,9 @@ DEEPSEEK_V3 = ModelConfig(
     embed=7168,
     vocabulary=129280,
     pattern=3 * "L-" + 58 * "LE",
-    latent_attention=LatentAttentionConfig(
-        heads=128,
-        query_latent=1536,
-        kv_latent=512,
-        head_dim=128,
-        rope_dim=64,
-        value_dim=128,
-        rope=Rope(base=10_000.0, yarn=Yarn(factor=40.0, original_context=4096)),
-    ),
+    latent_attention=LATENT_ATTENTION,
     mlp=MlpConfig(ffn=18432),
-    experts=ExpertsConfig(
-        count=256,
-        top_k=8,
-        ffn=2048,
-        shared_ffn=2048,
-        router="sigmoid",
-        gate_scale=2.5,
-        groups=8,
-        top_groups=4,
-        bias_rate=1e-3,
-        balance_loss=1e-4,
-        routing="random",
-        # A token's experts are in 4 of 8 groups. With experts on 8 ranks, a group on each, a rank
-        # sends another 4096 +- 84 tokens of a sequence: 15 % more is 7 standard deviations.
-        rank_capacity_factor=1.15,
-    ),
+    experts=EXPERTS,
     prediction=PredictionConfig(pattern="LE"),
     norm_eps=1e-6,
     init_std=0.006,

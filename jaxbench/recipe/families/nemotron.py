@@ -100,11 +100,11 @@ def nemotron3_flops(cfg: ModelConfig, length: int) -> float:
     which for Nano is 1.27 times its count (Megatron-Bridge, training/utils/flop_utils.py)."""
     causal, h = flops.model_flops(cfg, length, "causal"), cfg.embed
     left_out = ("router", "prediction", "mamba projections", "mamba scan")
-    return causal["total"] - sum(causal.get(name, 0) for name in left_out) + sum(
-        3 * length * (2 * h * (4 * h + 2 * m.groups * m.state + m.heads) + 14 * h * m.state
-                      + 4 * h * h)
+    mamba = sum(
+        2 * h * (4 * h + 2 * m.groups * m.state + m.heads) + 14 * h * m.state + 4 * h * h
         for m in cfg.each(MambaConfig)
-    )  # fmt: skip
+    )
+    return causal["total"] - sum(causal.get(name, 0) for name in left_out) + 3 * length * mamba
 
 
 SOURCE_FLOPS = {
