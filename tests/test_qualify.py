@@ -155,7 +155,7 @@ def test_a_record_of_other_nodes_or_an_incomplete_one_is_no_result(tmp_path, mon
     record(tmp_path / "nodes" / "node0", ["node1"], rates, hosts)
     args = qualify.make_parser().parse_args(["--output", str(tmp_path)])
     monkeypatch.setenv("PATH", slurm(tmp_path))  # whose srun checks nothing
-    check = qualify.run_check(("node0",), qualify.NODES, "", args)
+    check = qualify.run_check(("node0",), qualify.NODES, args)
     assert (check.report, check.why) == (None, "exit status 0")
     assert check.reached
     for text in ("{", "[]", '{"rates": {}}'):
@@ -221,7 +221,7 @@ def test_a_longer_load_repeats_a_check(tmp_path, monkeypatch):
     for minutes, kept in (((), True), (("--minutes", "5"), False)):
         words = ["--output", str(tmp_path), *minutes]
         args = qualify.make_parser().parse_args(words)
-        check = qualify.run_check(("node0",), qualify.NODES, "", args)
+        check = qualify.run_check(("node0",), qualify.NODES, args)
         assert (check.report is not None) == kept
 
 

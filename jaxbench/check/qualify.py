@@ -34,6 +34,8 @@ from jaxbench.recipe.checks import positive
 
 FILE, PAGE = "qualify.json", "qualify.html"
 
+JOB_NAME = f"jaxbench-qualify-{os.getpid()}"
+
 AT_A_TIME = 64
 """Jobs that this command starts at a time."""
 
@@ -110,9 +112,13 @@ class Stage(NamedTuple):
     """Checks of the same kind: the folder of their records, whether GPUs are loaded for `--minutes`
     and whether collectives are measured by size."""
 
-    name: str
+    folder: str
     loads: bool
     sizes: bool
+
+    def minutes(self, args: argparse.Namespace) -> int:
+        """For how long GPUs are loaded."""
+        return (self.loads and args.minutes) or 0
 
 
 NODES, PAIRS = Stage("nodes", loads=True, sizes=False), Stage("pairs", loads=False, sizes=False)
@@ -166,6 +172,20 @@ class Verdicts:
                 self.links.append(finding)
             if not finding.cause and str(finding) not in self.remarks:
                 self.remarks.append(str(finding))
+
+    def add_unreported(self, checks: Sequence[Check]) -> None:
+        """Adds the checks that have no report. If a check of several nodes fails, no node is known
+        to be at fault."""
+        for check in checks:
+            number = len(check.nodes)
+            name = " - ".join(check.nodes) if number <= 2 else f"{number} nodes together"
+            if check.report is None and check.reached:
+                cause, nodes = ("failed", check.nodes) if number == 1 else ("network", ())
+                self.add([Finding(name, f"the check failed: {check.why}", cause, nodes)])
+            elif check.report is None and number == 1:
+                self.unreached[name] = check.why
+            elif check.report is None:
+                self.unchecked.append(f"{name}: {check.why}")
 
     @property
     def ordered(self) -> list[str]:
@@ -248,39 +268,20 @@ def qualify(nodes: Sequence[str], args: argparse.Namespace) -> Verdicts:
     nodes together show is no fault of a node: all of them together are judged at last."""
     found = Verdicts(nodes)
     alone = run_checks([(node,) for node in nodes], NODES, args)
-    for check in alone:
-        (node,) = check.nodes
-        if not check.reached:
-            found.unreached[node] = check.why
-        elif check.report is None:
-            found.add([Finding(node, f"the check failed: {check.why}", "failed", (node,))])
+    found.add_unreported(alone)
     found.add(judged(alone))
-    found.reports += [check.report for check in alone if check.report]
     paired = [check for apart in rounds(found.healthy) for check in run_checks(apart, PAIRS, args)]
-    found.add(failed(paired, found))
+    found.add_unreported(paired)
     found.add(judged(paired))
-    *some, everyone = growing(found.healthy)
-    together = [check for group in some for check in run_checks([group], SOME, args)]
-    if len(everyone) > 1:
-        together += run_checks([everyone], ALL, args)
-    found.add(failed(together, found))
-    found.add(judged(together[len(some) :]))
-    stages = [check.report for check in together if check.report]
-    found.add(falls(stages))
-    found.reports += stages
+    *fewer, everyone = growing(found.healthy)
+    some = [check for group in fewer for check in run_checks([group], SOME, args)]
+    every = run_checks([everyone], ALL, args) if len(everyone) > 1 else []
+    found.add_unreported([*some, *every])
+    found.add(judged(every))
+    together = [check.report for check in (*some, *every) if check.report]
+    found.add(falls(together))
+    found.reports = [*(check.report for check in alone if check.report), *together]
     return found
-
-
-def failed(checks: Sequence[Check], found: Verdicts) -> Iterator[Finding]:
-    """The findings of checks of several nodes that have no report. No node is known to be at
-    fault."""
-    for check in checks:
-        number = len(check.nodes)
-        name = " - ".join(check.nodes) if number == 2 else f"{number} nodes together"
-        if not check.reached:
-            found.unchecked.append(f"{name}: {check.why}")
-        elif check.report is None:
-            yield Finding(name, f"the check failed: {check.why}", "network")
 
 
 def judged(checks: Iterable[Check]) -> list[Finding]:
@@ -328,39 +329,38 @@ def run_checks(
 ) -> list[Check]:
     """Runs a check on each group of nodes, many at a time, unless the folder has its report
     already. No node is in two groups. Cancels all jobs if it is interrupted."""
-    name = f"jaxbench-qualify-{os.getpid()}"
     began = time.monotonic()
     pool = ThreadPoolExecutor(AT_A_TIME)
     try:
-        futures = [pool.submit(run_check, group, stage, name, args) for group in groups]
+        futures = [pool.submit(run_check, group, stage, args) for group in groups]
         checks = [future.result() for future in futures]
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         with suppress(RecipeError):
-            slurm("scancel", "--me", f"--name={name}")
+            slurm("scancel", "--me", f"--name={JOB_NAME}")
         raise
     pool.shutdown()
     done = sum(check.report is not None for check in checks)
     minutes = (time.monotonic() - began) / 60
     what = {NODES: "node", PAIRS: "pair"}.get(stage) or f"group of {len(groups[0])} nodes"
-    print(f"{stage.name}: {done} of {counted(len(groups), what)} checked, {minutes:.1f} minutes")
+    print(f"{stage.folder}: {done} of {counted(len(groups), what)} checked, {minutes:.1f} minutes")
     return checks
 
 
-def run_check(nodes: tuple[str, ...], stage: Stage, name: str, args: argparse.Namespace) -> Check:
+def run_check(nodes: tuple[str, ...], stage: Stage, args: argparse.Namespace) -> Check:
     """The check of some nodes, from the folder or from a job."""
-    folder = args.output / stage.name / (str(len(nodes)) if stage.sizes else "-".join(nodes))
-    report, minutes = read(folder), (stage.loads and args.minutes) or 0
+    folder = args.output / stage.folder / (str(len(nodes)) if stage.sizes else "-".join(nodes))
+    report = read(folder)
     if (
         report is None
         or {*report["hosts"]} != {*nodes}  # of nodes that are healthy no longer
-        or (report.get("minutes") or 0) < minutes
+        or (report.get("minutes") or 0) < stage.minutes(args)
     ):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CHECKED).unlink(missing_ok=True)
         done = subprocess.run(
-            srun(nodes, folder, name, args, minutes, stage.sizes), env=environment(),
-            capture_output=True, text=True, stdin=subprocess.DEVNULL, start_new_session=True,
+            srun(nodes, folder, stage, args), env=environment(), capture_output=True, text=True,
+            stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         (folder / "log.txt").write_text(done.stdout + done.stderr)
         if (report := read(folder)) is None:
@@ -372,23 +372,20 @@ def run_check(nodes: tuple[str, ...], stage: Stage, name: str, args: argparse.Na
     return Check(nodes, report)
 
 
-def srun(
-    nodes: tuple[str, ...], folder: Path, name: str, args: argparse.Namespace, minutes: int,
-    sizes: bool,
-) -> list[str]:  # fmt: skip
-    """The command that checks some nodes in a job of their own, which loads them for some
-    minutes."""
-    processes = 1 if args.cpu_devices else args.gpus_per_node
+def srun(nodes: tuple[str, ...], folder: Path, stage: Stage, args: argparse.Namespace) -> list[str]:
+    """The command that checks some nodes in a job of their own."""
+    minutes = stage.minutes(args)
     options = {
-        "job-name": name, "nodelist": ",".join(nodes), "nodes": len(nodes),
-        "ntasks-per-node": processes, "immediate": 60 * args.wait, "time": args.limit + minutes,
-        "mem": 0, "account": args.account, "partition": args.partition,
+        "job-name": JOB_NAME, "nodelist": ",".join(nodes), "nodes": len(nodes),
+        "ntasks-per-node": 1 if args.cpu_devices else args.gpus_per_node,
+        "immediate": 60 * args.wait, "time": args.limit + minutes, "mem": 0,
+        "account": args.account, "partition": args.partition,
         "gres": args.gres and f"gpu:{args.gres}",
     }  # fmt: skip
     words = [f"--{key}={value}" for key, value in options.items() if value is not None]
     devices = f"--cpu-devices={args.cpu_devices}" if args.cpu_devices else "--local-devices=1"
     check = [sys.executable, "-m", "jaxbench", "check", devices, f"--output={folder.absolute()}"]
-    check += [*([f"--minutes={minutes}"] if minutes else []), *(["--sizes"] if sizes else [])]
+    check += [*([f"--minutes={minutes}"] if minutes else []), *(["--sizes"] if stage.sizes else [])]
     return ["srun", "--exclusive", *words, *(f"--{option}" for option in args.srun), *check]
 
 
@@ -421,15 +418,17 @@ def tell_failures(found: Verdicts, args: argparse.Namespace) -> None:
         write_json(path, {"nodes": verdicts, **about, "gpus": gpus, "told": sorted(told)})
 
     keep()
-    ended = [node for node, faults in found.faults.items() if faults[0].cause == "failed"]
-    if args.on_fail and len(ended) > max(1, len(found.nodes) / 2):
+    if not args.on_fail:
+        return
+    errors = [node for node, faults in found.faults.items() if faults[0].cause == "failed"]
+    if len(errors) > max(1, len(found.nodes) / 2):
         why = "most checks ended with an error, probably for a common reason"
-        print(f"warning: --on-fail is not run for {counted(len(ended), 'node')}: {why}",
+        print(f"warning: --on-fail is not run for {counted(len(errors), 'node')}: {why}",
               file=sys.stderr)  # fmt: skip
     else:
-        ended = []
+        errors = []
     for node, faults in found.faults.items():
-        if args.on_fail and node not in told and node not in ended:
+        if node not in told and node not in errors:
             about = {"NODE": node, "CAUSE": faults[0].cause or "", "EVIDENCE": found.of(node)[1]}
             done = subprocess.run(args.on_fail, shell=True, env=environment() | about)
             if done.returncode:
@@ -443,7 +442,7 @@ def tell_failures(found: Verdicts, args: argparse.Namespace) -> None:
 def followed(found: Verdicts, before: Mapping[str, Any]) -> dict[str, Any]:
     """Each GPU by its serial number: `where` it is, and all `faults` that it has had, by place. A
     GPU that had faults in another place is a remark."""
-    gpus = {serial: dict(known) for serial, known in before.items()}
+    gpus = dict(before)
     faults = [fault for some in found.faults.values() for fault in some]
     for serial, where in found.gpus.items():
         past = dict(gpus.get(serial, {}).get("faults", {}))
@@ -471,14 +470,13 @@ def show(found: Verdicts) -> None:
         by_nodes.add_row(rate["collective"], str(rate["nodes"]), str(rate["bytes"]), *cells)
     if rates:
         console().print(by_nodes)
-    for link in found.links:
-        print(f"link: {link}")
-    for remark in found.remarks:
-        print(f"remark: {remark}")
-    for row in found.rows:
-        print(f"row: {row['recipe']}: {row['verdict']}: {row['reason']}")
-    for line in found.unchecked:
-        print(f"not checked: {line}")
+    ran = [f"{row['recipe']}: {row['verdict']}: {row['reason']}" for row in found.rows]
+    for name, lines in (
+        ("link", found.links), ("remark", found.remarks), ("row", ran),
+        ("not checked", found.unchecked),
+    ):  # fmt: skip
+        for line in lines:
+            print(f"{name}: {line}")
     print(
         f"qualify: {len(found.healthy)} pass, {len(found.faults)} fail, "
         f"{len(found.unreached)} not reached, of {counted(len(found.nodes), 'node')}"

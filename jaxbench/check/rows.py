@@ -30,21 +30,25 @@ def submit(
     """Submits a benchmark on the first of some nodes with `launch/submit.sh`. Returns the job's id,
     its folder and its nodes; with the option `--dry-run` id and folder are empty. Raises
     RecipeError with the launcher's message."""
-    recipe, *words = parsed(row)
+    try:
+        recipe, *words = shlex.split(row) or [""]
+    except ValueError as error:
+        raise RecipeError(f"--row {row!r}: {error}") from error
     named = re.search(r"--gpus[ =](\d+)", " ".join(words))
     per_node = args.cpu_devices or args.gpus_per_node
     have = len(nodes) * per_node
-    if named is None:
+    if named:
+        gpus = int(named[1])
+    else:
         known = (n for n in recipes.load(recipe).rows if isinstance(n, int))
-        counts = [n for n in known if min(2, have) <= n <= have]
-        if not counts:
+        fitting = [n for n in known if min(2, have) <= n <= have]
+        if not fitting:
             raise RecipeError(f"--row {row!r}: no row of it is for 2 to {have} GPUs; add --gpus")
-    gpus = int(named[1]) if named else max(counts)
-    first = [*nodes[: -(-gpus // per_node)]]
+        gpus = max(fitting)
     if gpus > have:
-        raise RecipeError(
-            f"--row {row!r}: {gpus} GPUs, but {counted(len(nodes), 'node')} have {have}"
-        )
+        message = f"{gpus} GPUs, but {counted(len(nodes), 'node')} have {have}"
+        raise RecipeError(f"--row {row!r}: {message}")
+    first = [*nodes[: -(-gpus // per_node)]]
     variables = {
         "GPUS_PER_NODE": per_node, "SBATCH_ACCOUNT": args.account,
         "SBATCH_PARTITION": args.partition, "SBATCH_GPUS_PER_NODE": args.gres,
@@ -62,14 +66,6 @@ def submit(
     return (job[1], str(Path(job[2]).absolute()), first) if job else ("", "", first)
 
 
-def parsed(row: str) -> list[str]:
-    """The words of a row: a recipe and options. Raises RecipeError."""
-    try:
-        return shlex.split(row) or [""]
-    except ValueError as error:
-        raise RecipeError(f"--row {row!r}: {error}") from error
-
-
 def run(row: str, nodes: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
     """The result of a benchmark, as `jaxbench report` has it: of the job in `rows.json` if that was
     made on nodes among these, and is in Slurm's queue or has a result; else of a new job. Cancels
@@ -79,12 +75,10 @@ def run(row: str, nodes: Sequence[str], args: argparse.Namespace) -> dict[str, A
     with suppress(OSError, ValueError):
         jobs = json.loads(path.read_text())
     try:
-        known, before, made_on = jobs.get(row, ("", "", []))
-        usable = known in queue() or ended_well(before)
-        if not (usable and set(made_on) <= set(nodes)):
-            jobs[row] = submit(row, nodes, args)
+        job, folder, made_on = jobs.get(row, ("", "", []))
+        if not (set(made_on) <= set(nodes) and (job in queue() or ended_well(folder))):
+            job, folder, _ = jobs[row] = submit(row, nodes, args)
             write_json(path, jobs)
-        job, folder, _ = jobs[row]
         print(f"row: {row} is job {job}: {folder}")
         try:
             while waits(job):
