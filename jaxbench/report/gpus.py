@@ -2,6 +2,7 @@
 of all GPUs by node."""
 
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,16 +76,11 @@ def slowdowns(every: Sequence[Gpu], outlying: bool = True) -> dict[Gpu, float]:
     """The time of each GPU over the time of the typical one, by its clock or by its matmuls alone,
     whichever is larger. It is 1 if the GPU is no outlier. Without `outlying`, every clock
     below the typical one counts, since it is a mean of many samples."""
-    clocks = {gpu: 1 / gpu.clock for gpu in every if gpu.clock}
-    products = {gpu: gpu.products_s for gpu in every if gpu.products_s}
-    slow = dict.fromkeys(every, 1.0)
-    for times in (clocks, products):
-        found = outliers(times, GPU_SPREAD)
-        if times is clocks and not outlying:
-            typical = statistics.median(times.values() or [1.0])
-            found = {gpu: time / typical for gpu, time in times.items()}
-        slow |= {gpu: max(slow[gpu], factor) for gpu, factor in found.items()}
-    return slow
+    times = {gpu: 1 / gpu.clock for gpu in every if gpu.clock}
+    typical = statistics.median(times.values() or [1.0])
+    by_clock = outliers(times, GPU_SPREAD) if outlying else {g: times[g] / typical for g in times}
+    by_matmuls = outliers({gpu: gpu.products_s for gpu in every if gpu.products_s}, GPU_SPREAD)
+    return {gpu: max(1.0, by_clock.get(gpu, 1.0), by_matmuls.get(gpu, 1.0)) for gpu in every}
 
 
 def least_wait(every: Sequence[Gpu]) -> tuple[Gpu, float] | None:
@@ -149,9 +145,9 @@ def _percent(share: float | None) -> float | None:
 def _nodes(every: Sequence[Gpu]) -> dict[str, list[Gpu]]:
     """GPUs by node. All nodes are in their order; if there are too many, only the slowest, with the
     slowest first."""
-    nodes: dict[str, list[Gpu]] = {}
+    nodes: dict[str, list[Gpu]] = defaultdict(list)
     for gpu in every:
-        nodes.setdefault(gpu.node, []).append(gpu)
+        nodes[gpu.node].append(gpu)
     if len(nodes) > MOST_NODES:
         slow = slowdowns(every)
 

@@ -69,7 +69,8 @@ def _rates(runs: Sequence[NamedRun]) -> Rates:
     """The line goes through the latest run on each number of GPUs. If some runs pass, it leaves out
     the slow ones: a slow run on few GPUs would make the scaling look better."""
     passing = [run for run in runs if run.line["verdict"] == "pass"]
-    chosen = {run.line["gpus"]: run for run in sorted(passing or runs, key=lambda r: r.started)}
+    by_date = sorted(passing or runs, key=lambda run: run.result.run.date)
+    chosen = {run.line["gpus"]: run for run in by_date}
     rates = {run.number: run.line["tokens_per_s_per_gpu"] for run in runs}
     line = {gpus: rates[run.number] for gpus, run in sorted(chosen.items())}
     kept = {run.number for run in chosen.values()}
