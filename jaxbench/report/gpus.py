@@ -1,26 +1,17 @@
-"""Compares the GPUs of a run, from its record: which GPU is slower than the others, and a picture
-of all GPUs by node."""
+"""Compares the GPUs of a run, from its record: which GPU is slower than the others, and what
+clocks, power and waits say."""
 
 import statistics
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxbench.base.errors import listed
 from jaxbench.base.outliers import GPU_SPREAD, STEP_SPREAD, outliers
-from jaxbench.pages.charts import CHARACTER
 from jaxbench.results.quantity import figure
 
-MOST_NODES = 64
-"""The most nodes of a picture. Nodes with the slowest GPUs come first."""
-
-CELL, ROW, CHARACTERS = 26, 16, 20
-"""The width and height of a cell of a picture (`page.css` has the height too), and the most
-characters of a node's name there."""
-
-LABELLED = 2
-"""The most outliers of a node that a picture labels. It counts the others."""
+NAMED = 8
+"""The most outliers of a quantity that we name. We count the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +105,13 @@ def slow_nodes(every: Sequence[Gpu]) -> dict[str, str]:
     return why | {gpu.node: slow_gpu(gpu, factors[gpu]) for gpu in slow}
 
 
-def heat_maps(every: Sequence[Gpu]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The GPUs by node: a picture for each quantity with an outlier, and a sentence for each
-    quantity without one. A quantity that fewer than two GPUs have has neither."""
+def by_quantity(every: Sequence[Gpu]) -> tuple[list[str], list[str]]:
+    """What the GPUs' clocks, power and waits say: a sentence for each quantity with outliers, and
+    one for each without. A quantity that fewer than two GPUs have has neither."""
     clocks = {gpu: 1 / gpu.clock for gpu in every if gpu.clock}
     powers = {gpu: 1 / gpu.power_w for gpu in every if gpu.power_w}
     late = least_wait(every)
-    pictures, sentences = [], []
+    unusual, usual = [], []
     for title, unit, values, bad in (
         ("SM clock under load", "% of the highest", {g: _percent(g.clock) for g in every},
          {*outliers(clocks, GPU_SPREAD)}),
@@ -129,58 +120,19 @@ def heat_maps(every: Sequence[Gpu]) -> tuple[list[dict[str, Any]], list[str]]:
          {g for g in every if late and late[1] and g.rank == late[0].rank}),
     ):  # fmt: skip
         known = {gpu: value for gpu, value in values.items() if value is not None}
-        if len(known) > 1 and bad:
-            pictures.append(_heat_map(title, unit, known, bad, _nodes(every)))
-        elif len(known) > 1:
-            least, most = f"{min(known.values()):.1f}", f"{max(known.values()):.1f}"
-            spread = f"{least} {unit} everywhere" if least == most else f"{least} to {most} {unit}"
-            sentences.append(f"{title}: {spread}")
-    return pictures, sentences
+        if len(known) < 2:
+            continue
+        others = [value for gpu, value in known.items() if gpu not in bad]
+        least, most = f"{min(others):.1f}", f"{max(others):.1f}"
+        alike = f"{least} {unit} everywhere" if least == most else f"{least} to {most} {unit}"
+        if bad:
+            lowest = sorted(bad, key=lambda gpu: known[gpu])
+            named = listed((f"{gpu}: {known[gpu]:.1f}" for gpu in lowest), NAMED, "; ")
+            unusual.append(f"{title}: {named}; the others: {alike.removesuffix(' everywhere')}")
+        else:
+            usual.append(f"{title}: {alike}")
+    return unusual, usual
 
 
 def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
-
-
-def _nodes(every: Sequence[Gpu]) -> dict[str, list[Gpu]]:
-    """GPUs by node. All nodes are in their order; if there are too many, only the slowest, with the
-    slowest first."""
-    nodes: dict[str, list[Gpu]] = defaultdict(list)
-    for gpu in every:
-        nodes[gpu.node].append(gpu)
-    if len(nodes) > MOST_NODES:
-        slow = slowdowns(every)
-
-        def key(item: tuple[str, list[Gpu]]) -> tuple[float, float]:
-            return -max(slow[g] for g in item[1]), min((g.wait or 0.0) for g in item[1])
-
-        nodes = dict(sorted(nodes.items(), key=key)[:MOST_NODES])
-    return nodes
-
-
-def _heat_map(
-    title: str, unit: str, known: dict[Gpu, float], bad: set[Gpu], nodes: dict[str, list[Gpu]],
-) -> dict[str, Any]:  # fmt: skip
-    """A picture: its cells, which are thick lines, one path for normal ones and one for outliers;
-    the nodes' names and the outliers' labels; and what it says in words."""
-    names = [name if len(name) <= CHARACTERS else f"..{name[2 - CHARACTERS :]}" for name in nodes]
-    start = 8 + CHARACTER * max(map(len, names))
-    end = start + CELL * max(map(len, nodes.values()))
-    cells = {"normal": "", "outlier": ""}
-    labels = []
-    for row, gpus_of_node in enumerate(nodes.values()):
-        for column, gpu in enumerate(gpus_of_node):
-            if gpu in known:
-                css = "outlier" if gpu in bad else "normal"
-                cells[css] += f"M{start + CELL * column},{ROW * row + 8}h{CELL - 1}"
-        if found := [f"GPU {g.number}: {known[g]:.1f}" for g in gpus_of_node if g in bad]:
-            labels.append((ROW * row + 12, listed(found, LABELLED)))
-    normal = [value for gpu, value in known.items() if gpu not in bad]
-    others = f"; the others: {min(normal):.1f} to {max(normal):.1f}" if normal else ""
-    outlying = (f"{gpu}: {known[gpu]:.1f}" for gpu in sorted(bad, key=lambda gpu: known[gpu]))
-    return {
-        "title": title, "unit": unit, "cells": cells, "labels": labels, "end": end + 4,
-        "names": [(ROW * row + 12, name) for row, name in enumerate(names)],
-        "width": end + 4 + CHARACTER * max((len(text) for _, text in labels), default=0),
-        "height": ROW * len(nodes), "says": listed(outlying, LABELLED, "; ") + others,
-    }  # fmt: skip

@@ -10,7 +10,7 @@ from jaxbench.pages.charts import SHAPES
 from jaxbench.pages.html import SYMBOLS, attached, render, settings
 from jaxbench.report import figures, formats, history, sections
 from jaxbench.report.compare import SECTIONS
-from jaxbench.report.gpus import gpus, heat_maps
+from jaxbench.report.gpus import by_quantity, gpus
 from jaxbench.report.named import NamedRun, headline, named, windows
 from jaxbench.report.runs import Result
 from jaxbench.results.verdict import SMOKE
@@ -68,8 +68,8 @@ def page(results: Sequence[Result], convention: str) -> str:
         traces=[*filter(None, map(sections.trace, shown))],
         loads=[*filter(None, map(sections.loads, shown))],
         gaps=[*filter(None, map(sections.gap, shown))],
-        heat=[(run, *maps) for run in shown
-              if any(maps := heat_maps(gpus(run.result.run.record)))],
+        gpus=[(run, *said) for run in shown
+              if any(said := by_quantity(gpus(run.result.run.record)))],
         memory=[run for run in shown if run.result.run.peak_memory],
         profiled=[(run, found) for run in shown if (found := run.result.run.profiles)],
         waterfalls=[*filter(None, map(sections.waterfall, shown))],
