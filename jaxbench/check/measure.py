@@ -166,7 +166,7 @@ def sustained(cluster: Cluster, minutes: float) -> list[Rate]:
     """Loads all devices for some minutes: matmuls on each, then an all-reduce over all, again and
     again. The rate of a device is the median of its samples of matmuls."""
     run, teraflop, expected = prepared_matmuls(cluster, "bf16")
-    reduce, _, _ = collective_kinds(cluster.devices.size)["all-reduce"]
+    reduce, _ = collective_kinds(cluster.devices.size)["all-reduce"]
     shape = (cluster.sample.sent // 2,), jnp.bfloat16
     together = cluster.as_one.prepared(reduce, cluster.sample.transfers, shape)
     samples: dict[jax.Device, list[float]] = defaultdict(list)
@@ -223,7 +223,7 @@ def collectives(cluster: Cluster, kind: str) -> list[Rate]:
     n, size, name = cluster.devices.shape[1], cluster.sample.sent, kind.partition(" ")[0]
     if n == 1:
         return []
-    function, _, buffers = collective_kinds(n)[name]
+    function, buffers = collective_kinds(n)[name]
     work, expected = size * (n - 1) / n / 1e9, None
     if cluster.tables and (us := cluster.tables.values["collective", name].get((n, size))):
         expected = work / us * 1e6
@@ -293,7 +293,7 @@ def by_size(cluster: Cluster) -> list[tuple[str, int, float]]:
     stats = jax.local_devices()[0].memory_stats() or {}
     limit = min(job.all_gather("check of memory", stats.get("bytes_limit", 2**40)))
     found = []
-    for kind, (function, _, buffers) in collective_kinds(n).items() if n > 1 else ():
+    for kind, (function, buffers) in collective_kinds(n).items() if n > 1 else ():
         size = 8
         while size <= min(cluster.sample.most, limit // 4):
             shares = 1 if kind == "all-reduce" else n

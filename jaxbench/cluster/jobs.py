@@ -175,13 +175,11 @@ def log(folder: Path) -> Path:
 
 
 def described(folder: Path, queued: Queue) -> dict[str, str]:
-    """A job in words: state, Slurm's state, time and nodes, the completed steps, and its step time
-    or the reason why it ended."""
+    """A job in words: state, Slurm's state, time and nodes, the completed steps, its step time or
+    the reason why it ended, and its folder."""
     record, number = record_of(folder), folder.name
     recipe, ended = record.get("recipe") or {}, record.get("slurm") or {}
-    slurms = queued.get(number) or [
-        str(ended.get(key, "")) for key in ("state", "elapsed", "nodes")
-    ]
+    kept = [str(ended.get(key, "")) for key in ("state", "elapsed", "nodes")]
     seconds = record.get("summary", {}).get("step_time_s", {}).get("mean")
     steps = folder / "steps.jsonl"
     told = state(number, record, queued)
@@ -190,19 +188,12 @@ def described(folder: Path, queued: Queue) -> dict[str, str]:
         "job": number,
         "run": f"{recipe.get('recipe', '')} {recipe.get('gpus', folder.parent.name)} GPUs",
         "state": told,
-        **dict(zip(("Slurm", "elapsed", "nodes"), slurms, strict=False)),
+        **dict(zip(("Slurm", "elapsed", "nodes"), queued.get(number) or kept, strict=False)),
         "steps": f"{count} of {recipe['steps']}" if recipe else "",
         "step s": f"{seconds:.4g}" if seconds else "",
         "why": record.get("reason") or (LOST if told == "lost" else ""),
+        "folder": str(folder),
     }
-
-
-def select(numbers: Sequence[str], known: dict[str, Path]) -> dict[str, Path]:
-    """The jobs with these ids, or all. Raises RecipeError for an unknown id."""
-    if unknown := [number for number in numbers if number not in known]:
-        last = ", ".join([*known][-3:])
-        raise RecipeError(f"job {unknown[0]} has no results; the last jobs that have some: {last}")
-    return {number: known[number] for number in numbers or known}
 
 
 @command
@@ -215,7 +206,10 @@ def main(argv: Sequence[str] | None) -> int:
     if args.action != "list" and filters:
         raise RecipeError(f"jobs {args.action} takes no --state, --since and --json")
     known = folders(args.stage)
-    jobs = select(args.jobs, known)
+    if unknown := [number for number in args.jobs if number not in known]:
+        last = ", ".join([*known][-3:])
+        raise RecipeError(f"job {unknown[0]} has no results; the last jobs that have some: {last}")
+    jobs = {number: known[number] for number in args.jobs or known}
     if args.action == "log":
         paths = [str(log(folder)) for folder in jobs.values()]
         follow = ["-F"] if jobs.keys() & queue().keys() else []
@@ -224,23 +218,23 @@ def main(argv: Sequence[str] | None) -> int:
         slurm("scancel", *jobs)
         return 0
     queued = queue()
-    if args.since:
-        jobs = {number: path for number, path in jobs.items() if began(path) >= args.since}
-    found = {path: described(path, queued) for path in jobs.values()}
-    found = {p: line for p, line in found.items() if line["state"].split(":")[0] in args.state}
+    found = [
+        described(folder, queued) for folder in jobs.values()
+        if not args.since or began(folder) >= args.since
+    ]  # fmt: skip
+    found = [line for line in found if line["state"].split(":")[0] in args.state]
     if args.json:
-        print(files.as_json([line | {"folder": str(path)} for path, line in found.items()]), end="")
-        return 0
-    if args.action == "status":
-        for folder, line in found.items():
-            for name, value in {**line, "folder": str(folder)}.items():
+        print(files.as_json(found), end="")
+    elif args.action == "status":
+        for line in found:
+            for name, value in line.items():
                 print(f"{name:8} {value}")
-        return 0
-    if not found:
+    elif not found:
         print(f"none of {counted(len(known), 'job')} is as asked")
-        return 0
-    table = Table(*next(iter(found.values())), box=None, pad_edge=False, header_style="bold")
-    for line in found.values():
-        table.add_row(*line.values())
-    console().print(table)
+    else:
+        *columns, _ = found[0]  # without the folder
+        table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+        for line in found:
+            table.add_row(*(line.get(name, "") for name in columns))
+        console().print(table)
     return 0
