@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxbench.base import hardware
 from jaxbench.base.errors import counted
@@ -195,16 +195,14 @@ def workload_of(path: Path) -> Workload:
 def with_declared(values: dict[str, str], workload: Workload) -> Workload:
     """The workload according to the first line of an older script's log, completed by what is
     known."""
-    gpus = workload.gpus
+    known = {"model": "MODEL", "size": "MODEL_SIZE", "dtype": "DTYPE"}
+    declared: dict[str, Any] = {
+        field: values[name].lower() for field, name in known.items() if name in values
+    }
     numbers = values.get("JOB_NUM_NODES", ""), values.get("GPUS_PER_NODE", "")
     if all(map(str.isdecimal, numbers)):
-        gpus = int(numbers[0]) * int(numbers[1])
-    return Workload(
-        values.get("MODEL", workload.model or "").lower() or None,
-        values.get("MODEL_SIZE", workload.size or "").lower() or None,
-        values.get("DTYPE", workload.dtype or "").lower() or None,
-        gpus,
-    )
+        declared["gpus"] = int(numbers[0]) * int(numbers[1])
+    return workload._replace(**declared)
 
 
 def _family(workload: Workload) -> str | None:

@@ -20,6 +20,12 @@ FIGURES = (
 )  # fmt: skip
 """Columns of the table. Those that no run has are left out."""
 
+IN_BLOCK = {
+    "tokens_per_s_per_gpu": "tokens/s/GPU", "mfu_pct": "% MFU", "joules_per_token": "J/token",
+    "ratio": "of published", "of_forecast": "of forecast",
+}  # fmt: skip
+"""Figures in a block besides the step time, with their units."""
+
 COLOURS = {"pass": "green", "slow": "yellow", "not comparable": ""}
 """Colours of verdicts. The others are red."""
 
@@ -45,20 +51,19 @@ def print_report(runs: Sequence[NamedRun], convention: str, console: Console) ->
         _print_published(runs, console)
     else:
         table = _table(runs)
-        if _width(table, console) <= console.width:
-            _print_lines([run for run in runs if run.wrong], console)
-        else:
+        unlimited = console.options.update(max_width=UNLIMITED)
+        if console.measure(table, options=unlimited).minimum > console.width:
             table = _blocks(runs)
+        elif bad := [run for run in runs if run.wrong]:
+            lines = Table.grid(padding=(0, 2))
+            for run in bad:
+                lines.add_row(_verdict(run), Text(f"{run.name}: {run.wrong}"))
+            console.print(lines)
         console.print()
         console.print(table)
     if counted_steps := windows(runs):
         console.print(f"Step times are means over iterations {', '.join(counted_steps)}.")
     console.print(f"FLOPs and MFU follow the convention {convention}.")
-
-
-def _width(table: Table, console: Console) -> int:
-    """The least width of a table in which nothing is cut off."""
-    return console.measure(table, options=console.options.update(max_width=UNLIMITED)).minimum
 
 
 def _verdict(run: NamedRun) -> Text:
@@ -69,15 +74,6 @@ def _verdict(run: NamedRun) -> Text:
 def _step(run: NamedRun) -> str:
     spread = f" ± {run.cell('std_s')}" if run.line["std_s"] else ""
     return run.cell("step_time_s") + spread
-
-
-def _print_lines(bad: Sequence[NamedRun], console: Console) -> None:
-    """A line for each bad run, if there is any: what is wrong, and why."""
-    lines = Table.grid(padding=(0, 2))
-    for run in bad:
-        lines.add_row(_verdict(run), Text(f"{run.name}: {run.wrong}"))
-    if bad:
-        console.print(lines)
 
 
 def _table(runs: Sequence[NamedRun]) -> Table:
@@ -103,16 +99,10 @@ def _blocks(runs: Sequence[NamedRun]) -> Table:
     """A block of lines for each run, bad ones first."""
     blocks = Table.grid(padding=(0, 2))
     for run in sorted(runs, key=lambda run: not run.wrong):
-        figures = (
-            f"{_step(run)} s" if run.line["step_time_s"] else "",
-            *(f"{text} {unit}" for key, unit in (
-                ("tokens_per_s_per_gpu", "tokens/s/GPU"), ("mfu_pct", "% MFU"),
-                ("joules_per_token", "J/token"),
-                ("ratio", "of published"), ("of_forecast", "of forecast"),
-            ) if (text := run.cell(key))),
-        )  # fmt: skip
+        figures = [f"{_step(run)} s"] if run.line["step_time_s"] else []
+        figures += [f"{run.cell(key)} {unit}" for key, unit in IN_BLOCK.items() if run.cell(key)]
         reason = run.wrong or ("" if run.comparable else run.line["reason"])
-        lines = (run.name, ", ".join(filter(None, figures)), reason)
+        lines = (run.name, ", ".join(figures), reason)
         blocks.add_row(_verdict(run), Text("\n".join(filter(None, lines))))
     return blocks
 
