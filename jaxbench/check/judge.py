@@ -190,7 +190,7 @@ def largest(sizes: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     return {line["collective"]: line for line in sizes}
 
 
-def falls(reports: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+def fall_findings(reports: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
     """Remarks on the largest collectives over more and more nodes: the first number of nodes at
     which one is far slower than over fewer, although the forecast is not. No node is at fault.
     Without a forecast all-to-all is left out, since more of it leaves the nodes if they are more.

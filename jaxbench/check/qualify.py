@@ -28,7 +28,7 @@ from jaxbench.base.files import owned, write_json
 from jaxbench.base.terminal import Parser, command, console, write
 from jaxbench.check import acceptance, rows
 from jaxbench.check.arguments import FILE as CHECKED
-from jaxbench.check.judge import Finding, Rate, falls, judge
+from jaxbench.check.judge import Finding, Rate, fall_findings, judge
 from jaxbench.cluster.jobs import environment, slurm
 from jaxbench.recipe.checks import positive
 
@@ -279,7 +279,7 @@ def qualify(nodes: Sequence[str], args: argparse.Namespace) -> Verdicts:
     found.add_unreported([*some, *every])
     found.add(judged(every))
     together = [check.report for check in (*some, *every) if check.report]
-    found.add(falls(together))
+    found.add(fall_findings(together))
     found.reports = [*(check.report for check in alone if check.report), *together]
     return found
 

@@ -83,15 +83,6 @@ def moment(text: str) -> datetime:
         raise argparse.ArgumentTypeError(message) from None
 
 
-def queue() -> Queue:
-    """This user's jobs in Slurm's queue. Raises RecipeError if Slurm does not answer, since jobs
-    would seem lost."""
-    answer = slurm("squeue", "--me", "--noheader", "--format=%A|%T|%M|%R")
-    return {line.split("|")[0]: line.split("|")[1:] for line in answer.split("\n") if line}
-
-
-LOST = "it left Slurm's queue without an end in its record: its first node may be lost"
-
 OPTIONS = re.compile(
     r"SLURM_(?!CONF$|CLUSTERS$|JWT$)|(SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SCONTROL)_"
 )
@@ -119,6 +110,13 @@ def slurm(*command: str) -> str:
     return done.stdout
 
 
+def queue() -> Queue:
+    """This user's jobs in Slurm's queue. Raises RecipeError if Slurm does not answer, since jobs
+    would seem lost."""
+    answer = slurm("squeue", "--me", "--noheader", "--format=%A|%T|%M|%R")
+    return {line.split("|")[0]: line.split("|")[1:] for line in answer.split("\n") if line}
+
+
 def record_of(folder: Path) -> dict[str, Any]:
     """The record of a job. For a job that has not begun, a record that says only this."""
     try:
@@ -127,6 +125,9 @@ def record_of(folder: Path) -> dict[str, Any]:
         return {"status": "pending"}
     except (OSError, ValueError) as error:
         return {"status": "failed", "reason": f"its record cannot be read: {error}"}
+
+
+LOST = "it left Slurm's queue without an end in its record: its first node may be lost"
 
 
 def state(number: str, record: dict[str, Any], queued: Queue) -> str:
