@@ -12,12 +12,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.table import Table
 
 from jaxbench.base.errors import STATUS, RecipeError, RunFailed, counted
 from jaxbench.base.files import owned, write_json
 from jaxbench.base.hardware import NULL, PLANNED, identify, is_null
-from jaxbench.base.terminal import console, live
+from jaxbench.base.terminal import console, live, plain_table
 from jaxbench.check import host_facts, measure
 from jaxbench.check.arguments import FILE, make_parser
 from jaxbench.check.judge import Rate, by_kind, judge, size_findings, slow
@@ -267,27 +266,23 @@ def unjudged(
 
 def show(report: Mapping[str, Any]) -> None:
     """Prints the table and the verdict."""
-    grid = Table(box=None, pad_edge=False, header_style="bold")
-    grid.add_column("rate")
-    for heading in ("number", "lowest", "median", "highest", "expected", ""):
-        grid.add_column(heading, justify="right" if heading else "left")
+    rates = plain_table("rate", figures=("number", "lowest", "median", "highest", "expected"))
+    rates.add_column("")
     for kind, entry in report["rates"].items():
         values, expected = entry["values"].values(), entry["expected"]
         figures = min(values), entry["median"], max(values)
         texts = [f"{figure:.3g}" if figure < 100 else f"{figure:.0f}" for figure in figures]
-        grid.add_row(kind, str(len(values)), *texts, f"{expected:.0f}" if expected else "",
-                     entry["unit"])  # fmt: skip
-    output = console()
-    output.print(grid)
+        texts += [f"{expected:.0f}" if expected else "", entry["unit"]]
+        rates.add_row(kind, str(len(values)), *texts)
+    console().print(rates)
     if report["sizes"]:
-        table = Table("collective", box=None, pad_edge=False, header_style="bold")
-        for heading in ("bytes", "time us", "algbw", "busbw", "expected"):
-            table.add_column(heading, justify="right")
+        columns = "bytes", "time us", "algbw", "busbw", "expected"
+        collectives = plain_table("collective", figures=columns)
         for line in report["sizes"]:
-            columns = (line[key] for key in ("time_us", "algbw", "busbw", "expected"))
-            cells = ("" if value is None else f"{value:.4g}" for value in columns)
-            table.add_row(line["collective"], str(line["bytes"]), *cells)
-        output.print(table)
+            found = (line[key] for key in ("time_us", "algbw", "busbw", "expected"))
+            cells = ("" if value is None else f"{value:.4g}" for value in found)
+            collectives.add_row(line["collective"], str(line["bytes"]), *cells)
+        console().print(collectives)
     for heading in ("faults", "remarks", "not_judged"):
         for line in report[heading]:
             print(f"{'not judged' if heading == 'not_judged' else heading[:-1]}: {line}")

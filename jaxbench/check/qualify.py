@@ -7,7 +7,6 @@ with a fault take no part in what comes next. Needs no JAX.
 """
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -21,11 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
 from jaxbench.base.errors import STATUS, RecipeError, counted, listed
-from jaxbench.base.files import owned, write_json
-from jaxbench.base.terminal import Parser, command, console, write
+from jaxbench.base.files import json_object, owned, write_json
+from jaxbench.base.terminal import Parser, command, console, plain_table, write
 from jaxbench.check import acceptance, rows
 from jaxbench.check.arguments import FILE as CHECKED
 from jaxbench.check.judge import Finding, Rate, fall_findings, judge
@@ -391,12 +388,8 @@ def srun(nodes: tuple[str, ...], folder: Path, stage: Stage, args: argparse.Name
 
 def read(folder: Path) -> dict[str, Any] | None:
     """The report of a check that has ended; None if there is none."""
-    try:
-        report = json.loads((folder / CHECKED).read_text())
-    except (OSError, ValueError):
-        return None
-    complete = isinstance(report, dict) and {"rates", "hosts", "device"} <= report.keys()
-    return report if complete else None
+    report = json_object(folder / CHECKED)
+    return report if {"rates", "hosts", "device"} <= report.keys() else None
 
 
 def tell_failures(found: Verdicts, args: argparse.Namespace) -> None:
@@ -404,13 +397,9 @@ def tell_failures(found: Verdicts, args: argparse.Namespace) -> None:
     they last passed. If most nodes fail because their check ends with an error, it runs the command
     for none of these: the cause is then probably the same, such as an option that is missing."""
     path = args.output / FILE
-    told: set[str] = set()
-    before: dict[str, Any] = {}
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        written = json.loads(path.read_text())
-        told = {*written["told"]} - {*found.healthy}
-        before = dict(written["gpus"])
-    gpus = followed(found, before)
+    before = json_object(path)
+    told = {*before.get("told", ())} - {*found.healthy}
+    gpus = followed(found, before.get("gpus", {}))
 
     def keep() -> None:
         verdicts = {n: dict(zip(("verdict", "why"), found.of(n), strict=True)) for n in found.nodes}
@@ -458,25 +447,23 @@ def followed(found: Verdicts, before: Mapping[str, Any]) -> dict[str, Any]:
 def show(found: Verdicts) -> None:
     """Prints the table of nodes, those that fail first, the largest collectives by number of nodes,
     and how many nodes there are of each kind."""
-    grid = Table("node", "verdict", "why", box=None, pad_edge=False, header_style="bold")
+    nodes = plain_table("node", "verdict", "why")
     for node in found.ordered:
-        grid.add_row(node, *found.of(node))
-    console().print(grid)
-    by_nodes = Table("collective", box=None, pad_edge=False, header_style="bold")
-    for heading in ("nodes", "bytes", "busbw GB/s", "expected"):
-        by_nodes.add_column(heading, justify="right")
-    for rate in (rates := acceptance.by_nodes(found.reports)):
-        cells = ("" if rate[key] is None else f"{rate[key]:.4g}" for key in ("busbw", "expected"))
-        by_nodes.add_row(rate["collective"], str(rate["nodes"]), str(rate["bytes"]), *cells)
-    if rates:
-        console().print(by_nodes)
+        nodes.add_row(node, *found.of(node))
+    console().print(nodes)
+    collectives = plain_table("collective", figures=("nodes", "bytes", "busbw GB/s", "expected"))
+    for line in acceptance.by_nodes(found.reports):
+        rates = ("" if line[key] is None else f"{line[key]:.4g}" for key in ("busbw", "expected"))
+        collectives.add_row(line["collective"], str(line["nodes"]), str(line["bytes"]), *rates)
+    if collectives.row_count:
+        console().print(collectives)
     ran = [f"{row['recipe']}: {row['verdict']}: {row['reason']}" for row in found.rows]
     for name, lines in (
         ("link", found.links), ("remark", found.remarks), ("row", ran),
         ("not checked", found.unchecked),
     ):  # fmt: skip
-        for line in lines:
-            print(f"{name}: {line}")
+        for said in lines:
+            print(f"{name}: {said}")
     print(
         f"qualify: {len(found.healthy)} pass, {len(found.faults)} fail, "
         f"{len(found.unreached)} not reached, of {counted(len(found.nodes), 'node')}"

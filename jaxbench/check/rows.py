@@ -2,7 +2,6 @@
 `launch/submit.sh`. Needs no JAX."""
 
 import argparse
-import json
 import re
 import shlex
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 
 import jaxbench
 from jaxbench.base.errors import RecipeError, counted
-from jaxbench.base.files import write_json
+from jaxbench.base.files import json_object, write_json
 from jaxbench.cluster.jobs import environment, queue, slurm
 from jaxbench.recipe import recipes
 from jaxbench.report import command as reporting
@@ -71,9 +70,7 @@ def run(row: str, nodes: Sequence[str], args: argparse.Namespace) -> dict[str, A
     made on nodes among these, and is in Slurm's queue or has a result; else of a new job. Cancels
     the job if it is interrupted."""
     path = args.output / FILE
-    jobs: dict[str, tuple[str, str, list[str]]] = {}
-    with suppress(OSError, ValueError):
-        jobs = json.loads(path.read_text())
+    jobs = json_object(path)
     try:
         job, folder, made_on = jobs.get(row, ("", "", []))
         if not (set(made_on) <= set(nodes) and (job in queue() or ended_well(folder))):

@@ -10,11 +10,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from jaxbench.base import files
 from jaxbench.base.errors import RecipeError, counted
-from jaxbench.base.terminal import Parser, command, console
+from jaxbench.base.terminal import Parser, command, console, plain_table
 
 EXAMPLES = """
     jaxbench jobs                            every job of the stage folder
@@ -234,8 +232,8 @@ def main(argv: Sequence[str] | None) -> int:
         print(f"none of {counted(len(known), 'job')} is as asked")
     else:
         *columns, _ = found[0]  # without the folder
-        table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+        grid = plain_table(*columns)
         for line in found:
-            table.add_row(*(line.get(name, "") for name in columns))
-        console().print(table)
+            grid.add_row(*(line.get(name, "") for name in columns))
+        console().print(grid)
     return 0

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxbench.base.errors import counted
-from jaxbench.base.terminal import folded
+from jaxbench.base.terminal import folded, plain_table
 from jaxbench.pages.html import SYMBOLS
 from jaxbench.report import formats
 from jaxbench.report.figures import footnotes, models
@@ -50,17 +50,17 @@ def print_report(runs: Sequence[NamedRun], convention: str, console: Console) ->
     if all(run.published for run in runs):
         _print_published(runs, console)
     else:
-        table = _table(runs)
+        grid = _table(runs)
         unlimited = console.options.update(max_width=UNLIMITED)
-        if console.measure(table, options=unlimited).minimum > console.width:
-            table = _blocks(runs)
+        if console.measure(grid, options=unlimited).minimum > console.width:
+            grid = _blocks(runs)
         elif bad := [run for run in runs if run.wrong]:
             lines = Table.grid(padding=(0, 2))
             for run in bad:
                 lines.add_row(_verdict(run), Text(f"{run.name}: {run.wrong}"))
             console.print(lines)
         console.print()
-        console.print(table)
+        console.print(grid)
     if counted_steps := windows(runs):
         console.print(f"Step times are means over iterations {', '.join(counted_steps)}.")
     console.print(f"FLOPs and MFU follow the convention {convention}.")
@@ -79,20 +79,20 @@ def _step(run: NamedRun) -> str:
 def _table(runs: Sequence[NamedRun]) -> Table:
     """The figures of all runs. The lines above the table say what is wrong with bad ones, so it has
     the reasons of the others."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    grid = plain_table()
     keys = [key for key in FIGURES if any(run.line[key] for run in runs)]
     keys += ["window"] if len(windows(runs)) > 1 else []
     reasons = [run.line["reason"] if run.line["verdict"] == "not comparable" else ""
                for run in runs]  # fmt: skip
     for heading in ("verdict", "run", "GPUs", "step s", *(formats.COLUMNS[key] for key in keys)):
         left = heading in ("verdict", "run")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+        grid.add_column(heading, justify="left" if left else "right", no_wrap=True)
     if any(reasons):
-        table.add_column("why", min_width=WHY_WIDTH)
+        grid.add_column("why", min_width=WHY_WIDTH)
     for run, reason in zip(runs, reasons, strict=True):
         cells = (run.name, run.cell("gpus"), _step(run), *map(run.cell, keys))
-        table.add_row(_verdict(run), *map(Text, cells), *([Text(reason)] if any(reasons) else []))
-    return table
+        grid.add_row(_verdict(run), *map(Text, cells), *([Text(reason)] if any(reasons) else []))
+    return grid
 
 
 def _blocks(runs: Sequence[NamedRun]) -> Table:
@@ -109,21 +109,20 @@ def _blocks(runs: Sequence[NamedRun]) -> Table:
 
 def _print_published(runs: Sequence[NamedRun], console: Console) -> None:
     """The published figures by model and GPU, and below them their errata."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("", "GPUs", "tokens/s/GPU", "MFU %", "days/1T tokens", "notes"):
-        table.add_column(heading, justify="right" if heading not in ("", "notes") else "left")
+    grid = plain_table("", figures=("GPUs", "tokens/s/GPU", "MFU %", "days/1T tokens"))
+    grid.add_column("notes")
     notes = footnotes(runs)
     for model, figures in models(runs):
-        table.add_row(Text(model, "bold"))
+        grid.add_row(Text(model, "bold"))
         for f in figures:
             codes = [str([*notes].index(code) + 1) for code in f.errata]
             shortened = [counted(f.layers, "layer")] if f.shortened else []
-            table.add_row(
+            grid.add_row(
                 f"  {f.gpu} {f.dtype}", str(f.gpus), formats.cell("tokens_per_s_per_gpu", f.rate),
                 formats.cell("mfu_pct", f.mfu_pct), f"{f.days:.1f}" if f.days else "",
                 ", ".join([*shortened, *codes]),
             )  # fmt: skip
     console.print()
-    console.print(table)
+    console.print(grid)
     for number, text in enumerate(notes.values(), 1):
         console.print(f"note {number}: {text}")
