@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             everywhere = job.gather("check", found_here(cluster, told, args))
 
             def conclude() -> int:
-                report = judged(cluster, everywhere, args, missing)
+                report = make_report(cluster, everywhere, args, missing)
                 report["seconds"] = time.perf_counter() - began
                 show(report)
                 with suppress(OSError):  # a folder that cannot be written is a fault already
@@ -123,15 +123,15 @@ def found_here(
         "diagnosis": None,
     }
     with host_facts.under_load(told.values(), facts):
-        rates = timed(cluster, measure.MATMULS)
-    rates += timed(cluster, measure.OTHERS)
+        rates = measure_kinds(cluster, measure.MATMULS)
+    rates += measure_kinds(cluster, measure.OTHERS)
     first = job.gather("check first", [asdict(rate) for rate in rates])
 
     def doubtful() -> list[str]:
-        kinds = by_kind(restored(rate) for some in first for rate in some)
+        kinds = by_kind(rate_from_json(rate) for some in first for rate in some)
         return [kind for kind, some in kinds.items() if comparable() and slow(some)]
 
-    rates += timed(cluster, job.broadcast("check again", doubtful))
+    rates += measure_kinds(cluster, job.broadcast("check again", doubtful))
     if args.minutes:
         before = host_facts.counters(named)
         with host_facts.under_load(told.values(), facts), progress("loading") as say:
@@ -144,7 +144,7 @@ def found_here(
     return found | {"rates": [asdict(rate) for rate in rates], "sizes": sizes}
 
 
-def timed(cluster: measure.Cluster, kinds: Iterable[str]) -> list[Rate]:
+def measure_kinds(cluster: measure.Cluster, kinds: Iterable[str]) -> list[Rate]:
     """The rates of some kinds at this process's devices."""
     rates = []
     with progress("measuring") as say:
@@ -159,7 +159,7 @@ def progress(what: str) -> AbstractContextManager[Callable[[str], None]]:
     return live(what, shown=jax.process_index() == 0)
 
 
-def restored(rate: Mapping[str, Any]) -> Rate:
+def rate_from_json(rate: Mapping[str, Any]) -> Rate:
     """A rate that was sent as JSON."""
     return Rate(**{**rate, "ends": tuple(rate["ends"])})
 
@@ -169,13 +169,13 @@ def comparable() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def judged(
+def make_report(
     cluster: measure.Cluster, everywhere: Sequence[Mapping[str, Any]], args: argparse.Namespace,
     missing: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     """The report, which becomes check.json, from what all processes have found."""
     device = jax.local_devices()[0].device_kind
-    rates = [restored(rate) for here in everywhere for rate in here["rates"]]
+    rates = [rate_from_json(rate) for here in everywhere for rate in here["rates"]]
     middle = median(here["clock"] for here in everywhere)
     hosts: dict[str, dict[str, Any]] = {}
     for here in everywhere:
@@ -185,7 +185,7 @@ def judged(
         for name in ("gpus", "files", "grew"):
             host[name] |= here[name]
         host["diagnosis"] = host["diagnosis"] or here["diagnosis"]
-    sizes = slowest(cluster, [here["sizes"] for here in everywhere])
+    sizes = lines_by_size(cluster, [here["sizes"] for here in everywhere])
     found = judge(rates, hosts, comparable=comparable())
     found += size_findings(sizes)
     faults = [finding for finding in found if finding.cause]
@@ -201,7 +201,7 @@ def judged(
         "devices": int(cluster.devices.size),
         "faults": [str(finding) for finding in faults],
         "remarks": [str(finding) for finding in found if not finding.cause],
-        "not_judged": [*unjudged(kinds, hosts, missing, args.sizes)],
+        "not_judged": [*why_not_judged(kinds, hosts, missing, args.sizes)],
         "exclude": ",".join(excluded),
         "rates": {
             kind: {
@@ -219,7 +219,7 @@ def judged(
     }
 
 
-def slowest(
+def lines_by_size(
     cluster: measure.Cluster, everywhere: Sequence[Sequence[tuple[str, int, float]]]
 ) -> list[dict[str, Any]]:
     """Collectives by size in the columns of nccl-tests, by the slowest process of each: `time_us`,
@@ -240,7 +240,7 @@ def slowest(
     return lines
 
 
-def unjudged(
+def why_not_judged(
     kinds: Mapping[str, list[Rate]], hosts: Mapping[str, Any], missing: str | None, sizes: bool
 ) -> Iterator[str]:
     """The reasons why this check could not judge some things."""

@@ -188,7 +188,7 @@ class Verdicts:
     def ordered(self) -> list[str]:
         """The nodes, those that fail first, then those that were not reached."""
         order = {"fail": 0, "not reached": 1, "pass": 2}
-        return sorted(self.nodes, key=lambda node: order[self.of(node)[0]])
+        return sorted(self.nodes, key=lambda node: order[self.verdict_of(node)[0]])
 
     @property
     def hosts(self) -> dict[str, dict[str, Any]]:
@@ -202,7 +202,7 @@ class Verdicts:
         every = (gpu for host in self.hosts.values() for gpu in host["gpus"].items())
         return {str(told["serial"]): where for where, told in every if told.get("serial")}
 
-    def of(self, node: str) -> tuple[str, str]:
+    def verdict_of(self, node: str) -> tuple[str, str]:
         """(verdict, why) of a node."""
         if node in self.unreached:
             return "not reached", self.unreached[node]
@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(note, file=sys.stderr)
             return 130
     show(found)
-    verdicts = {name: found.of(name) for name in found.ordered}
+    verdicts = {name: found.verdict_of(name) for name in found.ordered}
     notes = [*map(str, found.links), *found.unchecked, *found.remarks]
     path = args.output / PAGE
     write(acceptance.page(verdicts, found.hosts, found.reports, notes, found.rows), path)
@@ -266,30 +266,31 @@ def qualify(nodes: Sequence[str], args: argparse.Namespace) -> Verdicts:
     found = Verdicts(nodes)
     alone = run_checks([(node,) for node in nodes], NODES, args)
     found.add_unreported(alone)
-    found.add(judged(alone))
+    found.add(findings_of(alone))
     paired = [check for apart in rounds(found.healthy) for check in run_checks(apart, PAIRS, args)]
     found.add_unreported(paired)
-    found.add(judged(paired))
+    found.add(findings_of(paired))
     *fewer, everyone = growing(found.healthy)
     some = [check for group in fewer for check in run_checks([group], SOME, args)]
     every = run_checks([everyone], ALL, args) if len(everyone) > 1 else []
     found.add_unreported([*some, *every])
-    found.add(judged(every))
+    found.add(findings_of(every))
     together = [check.report for check in (*some, *every) if check.report]
     found.add(fall_findings(together))
     found.reports = [*(check.report for check in alone if check.report), *together]
     return found
 
 
-def judged(checks: Iterable[Check]) -> list[Finding]:
+def findings_of(checks: Iterable[Check]) -> list[Finding]:
     """The findings of several checks, as if they were one."""
     reports = [check.report for check in checks if check.report is not None]
     hosts = {node: host for report in reports for node, host in report["hosts"].items()}
     on_gpus = any(report["device"] != "cpu" for report in reports)
-    return judge([rate for report in reports for rate in rates(report)], hosts, comparable=on_gpus)
+    rates = [rate for report in reports for rate in rates_of(report)]
+    return judge(rates, hosts, comparable=on_gpus)
 
 
-def rates(report: Mapping[str, Any]) -> Iterator[Rate]:
+def rates_of(report: Mapping[str, Any]) -> Iterator[Rate]:
     """The rates of a check.json."""
     for kind, entry in report["rates"].items():
         for ends, value in entry["values"].items():
@@ -399,14 +400,16 @@ def tell_failures(found: Verdicts, args: argparse.Namespace) -> None:
     path = args.output / FILE
     before = json_object(path)
     told = {*before.get("told", ())} - {*found.healthy}
-    gpus = followed(found, before.get("gpus", {}))
-
-    def keep() -> None:
-        verdicts = {n: dict(zip(("verdict", "why"), found.of(n), strict=True)) for n in found.nodes}
-        about = {"links": [*map(str, found.links)], "not_checked": found.unchecked}
-        write_json(path, {"nodes": verdicts, **about, "gpus": gpus, "told": sorted(told)})
-
-    keep()
+    verdicts = {node: found.verdict_of(node) for node in found.nodes}
+    content = {
+        "nodes": {
+            node: {"verdict": verdict, "why": why} for node, (verdict, why) in verdicts.items()
+        },
+        "links": [*map(str, found.links)],
+        "not_checked": found.unchecked,
+        "gpus": follow_gpus(found, before.get("gpus", {})),
+    }
+    write_json(path, content | {"told": sorted(told)})
     if not args.on_fail:
         return
     errors = [node for node, faults in found.faults.items() if faults[0].cause == "failed"]
@@ -418,17 +421,17 @@ def tell_failures(found: Verdicts, args: argparse.Namespace) -> None:
         errors = []
     for node, faults in found.faults.items():
         if node not in told and node not in errors:
-            about = {"NODE": node, "CAUSE": faults[0].cause or "", "EVIDENCE": found.of(node)[1]}
+            about = {"NODE": node, "CAUSE": faults[0].cause or "", "EVIDENCE": verdicts[node][1]}
             done = subprocess.run(args.on_fail, shell=True, env=environment() | about)
             if done.returncode:
                 print(f"warning: --on-fail for {node}: exit status {done.returncode}",
                       file=sys.stderr)  # fmt: skip
                 continue
             told.add(node)
-            keep()
+            write_json(path, content | {"told": sorted(told)})
 
 
-def followed(found: Verdicts, before: Mapping[str, Any]) -> dict[str, Any]:
+def follow_gpus(found: Verdicts, before: Mapping[str, Any]) -> dict[str, Any]:
     """Each GPU by its serial number: `where` it is, and all `faults` that it has had, by place. A
     GPU that had faults in another place is a remark."""
     gpus = dict(before)
@@ -449,7 +452,7 @@ def show(found: Verdicts) -> None:
     and how many nodes there are of each kind."""
     nodes = plain_table("node", "verdict", "why")
     for node in found.ordered:
-        nodes.add_row(node, *found.of(node))
+        nodes.add_row(node, *found.verdict_of(node))
     console().print(nodes)
     collectives = plain_table("collective", figures=("nodes", "bytes", "busbw GB/s", "expected"))
     for line in acceptance.by_nodes(found.reports):

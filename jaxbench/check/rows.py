@@ -83,7 +83,7 @@ def run(row: str, nodes: Sequence[str], args: argparse.Namespace) -> dict[str, A
         except KeyboardInterrupt:
             slurm("scancel", job)
             raise
-        return line(folder)
+        return result_of(folder)
     except RecipeError as error:
         return {"recipe": row, "verdict": "failed", "reason": str(error), "gpus": None,
                 "step_time_s": None, "published_s": None}  # fmt: skip
@@ -100,11 +100,11 @@ def waits(job: str) -> bool:
 def ended_well(folder: str) -> bool:
     """True if a run in this folder has a result that counts."""
     with suppress(RecipeError):
-        return bool(folder) and line(folder)["verdict"] in ("pass", "slow", "not comparable")
+        return bool(folder) and result_of(folder)["verdict"] in ("pass", "slow", "not comparable")
     return False
 
 
-def line(folder: str) -> dict[str, Any]:
+def result_of(folder: str) -> dict[str, Any]:
     """The line of a run's folder (`report.formats.line`)."""
     (result,) = reporting.report([Path(folder)], None)
     return formats.line(result, "published")
