@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -161,14 +161,14 @@ class Verdicts:
         """Adds faults and remarks. A fault that is known is not added again."""
         known = {str(fault) for faults in self.faults.values() for fault in faults}
         for finding in found:
-            if str(finding) in known:
-                continue
-            for node in finding.nodes if finding.cause else ():
-                self.faults.setdefault(node, []).append(finding)
-            if finding.cause and not finding.nodes:
+            if finding.cause is None:
+                if str(finding) not in self.remarks:
+                    self.remarks.append(str(finding))
+            elif not finding.nodes:
                 self.links.append(finding)
-            if not finding.cause and str(finding) not in self.remarks:
-                self.remarks.append(str(finding))
+            elif str(finding) not in known:
+                for node in finding.nodes:
+                    self.faults.setdefault(node, []).append(finding)
 
     def add_unreported(self, checks: Sequence[Check]) -> None:
         """Adds the checks that have no report. If a check of several nodes fails, no node is known
@@ -196,12 +196,6 @@ class Verdicts:
         reports = reversed(self.reports)
         return {node: host for report in reports for node, host in report["hosts"].items()}
 
-    @property
-    def gpus(self) -> dict[str, str]:
-        """Where each GPU is, by serial number."""
-        every = (gpu for host in self.hosts.values() for gpu in host["gpus"].items())
-        return {str(told["serial"]): where for where, told in every if told.get("serial")}
-
     def verdict_of(self, node: str) -> tuple[str, str]:
         """(verdict, why) of a node."""
         if node in self.unreached:
@@ -224,8 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, signal.default_int_handler)
-    with ExitStack() as held:
-        held.enter_context(owned(args.output))
+    with owned(args.output):
         try:
             found = qualify(nodes, args)
             tell_failures(found, args)
@@ -436,7 +429,9 @@ def follow_gpus(found: Verdicts, before: Mapping[str, Any]) -> dict[str, Any]:
     GPU that had faults in another place is a remark."""
     gpus = dict(before)
     faults = [fault for some in found.faults.values() for fault in some]
-    for serial, where in found.gpus.items():
+    every = (gpu for host in found.hosts.values() for gpu in host["gpus"].items())
+    places = {str(facts["serial"]): where for where, facts in every if facts.get("serial")}
+    for serial, where in places.items():
         past = dict(gpus.get(serial, {}).get("faults", {}))
         if elsewhere := [str(fault) for place in past if place != where for fault in past[place]]:
             said = "; ".join(elsewhere)

@@ -88,21 +88,24 @@ OPTIONS = re.compile(
 or from an allocation around it."""
 
 
+NO_SLURM = "there is no {} here; on one host use launch/run.sh --config RECIPE"
+
+
 def environment() -> dict[str, str]:
     """The environment for a command of Slurm, without options: we give all of these on the command
     line."""
     return {name: value for name, value in os.environ.items() if not OPTIONS.match(name)}
 
 
-def slurm(*command: str) -> str:
-    """Returns the output of a command of Slurm. If it fails, raises RecipeError with its
-    message."""
+def slurm(*command: str, script: str | None = None) -> str:
+    """Returns the output of a command of Slurm, which gets a batch script as its input. If it
+    fails, raises RecipeError with its message."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment())
+        done = subprocess.run(
+            command, input=script, capture_output=True, text=True, env=environment()
+        )
     except FileNotFoundError as error:
-        raise RecipeError(
-            f"there is no {command[0]} here; on one host use launch/run.sh --config RECIPE"
-        ) from error
+        raise RecipeError(NO_SLURM.format(command[0])) from error
     if done.returncode:
         raise RecipeError(f"{command[0]}: {' '.join(done.stderr.split())}")
     return done.stdout
