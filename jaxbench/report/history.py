@@ -4,15 +4,14 @@ We compare the last runs with the median of the runs before them, back to the la
 finds a slow drift as well as a jump.
 """
 
-import bisect
-import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from jaxbench.base import files, hardware
 from jaxbench.base.errors import counted, listed
@@ -184,25 +183,21 @@ def find_changes(times: Sequence[float], threshold: float) -> dict[int, float]:
     neighbours, which a few changes do not move. A median of n values has 1.57 / n of the variance
     of one value.
     """
-    steps = [math.log(b / a) for a, b in pairwise(times)]
-    spread = robust_deviation(steps) / math.sqrt(2) if len(times) >= FEWEST else 0.0
+    values = np.asarray(times)
+    steps = np.diff(np.log(values)).tolist()
+    spread = robust_deviation(steps) / 2**0.5 if len(times) >= FEWEST else 0.0
     changes: dict[int, float] = {}
     begin = 0
-    earlier: dict[int, list[float]] = {count: [] for count in TOGETHER}  # sorted
     for end in range(1, len(times) + 1):
-        for count, before in earlier.items():
-            if end - count > begin:
-                bisect.insort(before, times[end - count - 1])
-        for count, before in earlier.items():
-            if len(before) < count:
+        for count in TOGETHER:
+            middle = end - count
+            if middle - begin < count:
                 break
-            middle = (before[len(before) // 2] + before[(len(before) - 1) // 2]) / 2
-            change = statistics.median(times[end - count : end]) / middle - 1
-            variance = sum(min(1.0, 1.57 / n) for n in (count, len(before)))
-            if abs(change) > max(threshold, DEVIATIONS * spread * math.sqrt(variance)):
-                begin = end - count
-                changes[begin] = change
-                earlier = {n: sorted(times[begin : max(begin, end - n)]) for n in TOGETHER}
+            change = statistics.median(times[middle:end]) / np.median(values[begin:middle]) - 1
+            variance = sum(min(1.0, 1.57 / n) for n in (count, middle - begin))
+            if abs(change) > max(threshold, DEVIATIONS * spread * variance**0.5):
+                begin = middle
+                changes[begin] = float(change)
                 break
     return changes
 
