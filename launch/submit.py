@@ -145,9 +145,9 @@ def slurm_options(
 def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
     """The job that options and environment describe. Raises RecipeError for every mistake in
     them."""
-    here = site_file.read(environment)
-    variables = Variables(site_file.completed(environment, here))
-    system = args.system or here.get("system", "")
+    site = site_file.read(environment)
+    variables = Variables(site_file.completed(environment, site))
+    system = args.system or site.get("system", "")
     path = recipe_path(args.config, variables)
     gpu = gpu_type(variables)
     recipe = recipes.load(path).on(gpu)
@@ -194,8 +194,8 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
         "output": f"{results}/slurm-%j.out", "open-mode": "append",
     }  # fmt: skip
     slurm = slurm_options(args, variables, slurm)
-    if "exclude" in here:
-        slurm.setdefault("exclude", here["exclude"])
+    if "exclude" in site:
+        slurm.setdefault("exclude", site["exclude"])
     return Job(run, gpu, results, texts, settings, slurm)
 
 

@@ -58,13 +58,13 @@ Counts = dict[str, dict[str, int]]
 """Counts by the name of a GPU or port and by kind."""
 
 
-def settings(nvml_told: bool, adapters: Path = ADAPTERS) -> dict[str, Any]:
+def settings(has_nvml: bool, adapters: Path = ADAPTERS) -> dict[str, Any]:
     """Versions and settings that should be the same on all hosts; None for what the system does not
     have."""
     known = versions()
     names = ("jaxbench", "commit", "python", "jaxlib", "driver", "nvidia-nccl-cu13")
     found: dict[str, Any] = {name: known.get(name) for name in names}
-    if nvml_told:
+    if has_nvml:
         found["driver"] = nvml.driver_version()
     found |= {"kernel": platform.release(), "cpus": os.cpu_count()}
     for name, path in SYSTEM.items():
