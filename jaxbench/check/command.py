@@ -84,7 +84,7 @@ def find_cluster() -> tuple[measure.Cluster, dict[jax.Device, nvml.Gpu], str | N
     if len({len(found) for found in nodes.values()}) > 1:
         listed = ", ".join(f"{len(found)} on {node}" for node, found in nodes.items())
         raise RecipeError(f"nodes have different numbers of devices: {listed}")
-    kind, sample = ("gpu", measure.GPU_SAMPLE) if on_gpus else ("device", measure.CPU_SAMPLE)
+    kind, sizes = ("gpu", measure.GPU_SIZES) if on_gpus else ("device", measure.CPU_SIZES)
     names: dict[jax.Device, str] = {}
     for node, found in nodes.items():
         numbers = [places[d.id][1] for d in found]
@@ -94,7 +94,7 @@ def find_cluster() -> tuple[measure.Cluster, dict[jax.Device, nvml.Gpu], str | N
     model = jax.local_devices()[0].device_kind
     gpu = None if is_null(model) else identify(model)
     known = tables.load(gpu.name.lower()) if gpu and gpu.name.lower() in PLANNED else None
-    cluster = measure.Cluster(np.array([*nodes.values()]), names, sample, gpu, known)
+    cluster = measure.Cluster(np.array([*nodes.values()]), names, sizes, gpu, known)
     return cluster, told, missing
 
 

@@ -34,7 +34,7 @@ OF_MEDIAN = 1.253
 
 
 @dataclass(frozen=True)
-class Sample:
+class Sizes:
     """Sizes and repetitions. `side` is the side of a square matmul, `moved` the bytes that a
     kernel moves, `sent` the bytes of an exchange or of a collective's whole buffer, and `most` the
     bytes of the largest collective by size. The others say how often something is repeated in a
@@ -49,7 +49,7 @@ class Sample:
     transfers: int
 
 
-GPU_SAMPLE = Sample(
+GPU_SIZES = Sizes(
     side=8192, moved=2**30, sent=2**28, most=2**33, matmuls=300, copies=200, transfers=20
 )
 """The matmuls take more than 200 ms in bf16, since the power limit acts only after about 50 ms, and
@@ -57,7 +57,7 @@ have a size that the tables have. Copies in memory take 80 ms on an H100, other 
 A host may start the last of eight GPUs, or see its end, a millisecond late; at these durations that
 does not make the GPU look slow."""
 
-CPU_SAMPLE = Sample(side=128, moved=2**16, sent=2**16, most=2**15, matmuls=2, copies=2, transfers=2)
+CPU_SIZES = Sizes(side=128, moved=2**16, sent=2**16, most=2**15, matmuls=2, copies=2, transfers=2)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Cluster:
 
     devices: np.ndarray
     names: Mapping[jax.Device, str]
-    sample: Sample
+    sizes: Sizes
     gpu: Gpu | None
     tables: Tables | None
 
@@ -143,23 +143,21 @@ def prepared_matmuls(
     cluster: Cluster, dtype: str
 ) -> tuple[Callable[[], Seconds], float, float | None]:
     """A function that measures a matmul in bf16 or FP8, its TFLOPs, and the expected rate."""
-    n = cluster.sample.side
+    n = cluster.sizes.side
     teraflop, expected = 2 * n**3 / 1e12, None
     if cluster.tables:
         known = cluster.tables.values
         burst = teraflop / (Grid(known["product", dtype]).at((n, n, n)) / 1e6)
         expected = min(burst, *known["sustained", dtype].values())
 
-    def bf16(x: jax.Array, w: jax.Array, _: jax.Array) -> jax.Array:
+    def product(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+        if dtype == "fp8":
+            x, w = (a.astype(jnp.bfloat16) * scale[0] for a in (x, w))
         return jnp.einsum("mk,nk->mn", x, w)
 
-    def fp8(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
-        x, w = (a.astype(jnp.bfloat16) * scale[0] for a in (x, w))
-        return jnp.einsum("mk,nk->mn", x, w)
-
-    function, values = (fp8, jnp.float8_e4m3fn) if dtype == "fp8" else (bf16, jnp.bfloat16)
+    values = jnp.float8_e4m3fn if dtype == "fp8" else jnp.bfloat16
     arrays = ((n, n), values), ((n, n), values), ((1,), jnp.bfloat16)
-    return cluster.prepared(function, cluster.sample.matmuls, *arrays), teraflop, expected
+    return cluster.prepared(product, cluster.sizes.matmuls, *arrays), teraflop, expected
 
 
 def sustained(cluster: Cluster, minutes: float) -> list[Rate]:
@@ -167,8 +165,8 @@ def sustained(cluster: Cluster, minutes: float) -> list[Rate]:
     again. The rate of a device is the median of its samples of matmuls."""
     run, teraflop, expected = prepared_matmuls(cluster, "bf16")
     reduce, _ = collective_kinds(cluster.devices.size)["all-reduce"]
-    shape = (cluster.sample.sent // 2,), jnp.bfloat16
-    together = cluster.as_one.prepared(reduce, cluster.sample.transfers, shape)
+    shape = (cluster.sizes.sent // 2,), jnp.bfloat16
+    together = cluster.as_one.prepared(reduce, cluster.sizes.transfers, shape)
     samples: dict[jax.Device, list[float]] = defaultdict(list)
     end = time.monotonic() + 60 * minutes
     while job.broadcast(f"check of load {next(NUMBERS)}", lambda: time.monotonic() < end):
@@ -184,13 +182,13 @@ def sustained(cluster: Cluster, minutes: float) -> list[Rate]:
 
 def copies(cluster: Cluster, kind: str) -> list[Rate]:
     """A kernel that reads and writes memory."""
-    moved, expected = cluster.sample.moved, None
+    moved, expected = cluster.sizes.moved, None
     if cluster.tables:
         known = cluster.tables.values["memory", "any"]
         line = sorted((size, us) for (size,), us in known.items())
         expected = moved / 1e3 / between(line, moved)
     shape = (moved // 4,), jnp.bfloat16
-    times = cluster.seconds(jnp.negative, cluster.sample.copies, shape)
+    times = cluster.seconds(jnp.negative, cluster.sizes.copies, shape)
     return single(cluster, kind, "GB/s", moved / 1e9, times, expected)
 
 
@@ -198,7 +196,7 @@ def from_host(cluster: Cluster, kind: str) -> list[Rate]:
     """Copies from the host's pinned memory, to all GPUs at once."""
     if jax.default_backend() != "gpu":
         return []
-    size, times = cluster.sample.sent, cluster.sample.transfers
+    size, times = cluster.sizes.sent, cluster.sizes.transfers
     on_device = jax.NamedSharding(cluster.mesh, cluster.split)
     pinned = on_device.with_memory_kind("pinned_host")
 
@@ -220,7 +218,7 @@ def from_host(cluster: Cluster, kind: str) -> list[Rate]:
 def collectives(cluster: Cluster, kind: str) -> list[Rate]:
     """A collective inside each node, in all nodes at once. The rate counts the bytes that one GPU
     sends."""
-    n, size, name = cluster.devices.shape[1], cluster.sample.sent, kind.partition(" ")[0]
+    n, size, name = cluster.devices.shape[1], cluster.sizes.sent, kind.partition(" ")[0]
     if n == 1:
         return []
     function, buffers = collective_kinds(n)[name]
@@ -228,7 +226,7 @@ def collectives(cluster: Cluster, kind: str) -> list[Rate]:
     if cluster.tables and (us := cluster.tables.values["collective", name].get((n, size))):
         expected = work / us * 1e6
     shape = (buffers * size // 2 // n,), jnp.bfloat16
-    times = cluster.seconds(function, cluster.sample.transfers, shape)
+    times = cluster.seconds(function, cluster.sizes.transfers, shape)
     return [
         Rate(kind, "GB/s", (node(cluster.names[d]),), work / s, expected) for d, s in times.items()
     ]
@@ -256,7 +254,7 @@ def distances(kind: str, number: int) -> list[int]:
 def exchanges(cluster: Cluster, kind: str) -> list[Rate]:
     """Exchanges of each GPU with others of its node, or with GPUs of the same number in other
     nodes, in rounds at the `distances`."""
-    between, size = kind == BETWEEN_NODES, cluster.sample.sent
+    between, size = kind == BETWEEN_NODES, cluster.sizes.sent
     axis, link = ("nodes", "network") if between else ("gpus", "nvlink")
     number, expected = cluster.mesh.shape[axis], None
     if cluster.gpu and cluster.tables and (shares := cluster.tables.values[link, "direct"]):
@@ -266,7 +264,7 @@ def exchanges(cluster: Cluster, kind: str) -> list[Rate]:
     for distance in distances(kind, number):
         perm = pairs(number, distance)
         send = partial(jax.lax.ppermute, axis_name=axis, perm=perm)
-        times = cluster.seconds(send, cluster.sample.transfers, ((size // 2,), jnp.bfloat16))
+        times = cluster.seconds(send, cluster.sizes.transfers, ((size // 2,), jnp.bfloat16))
         partners = dict(perm)
         for device, seconds in times.items():
             row, column = cluster.place(device)
@@ -295,10 +293,10 @@ def by_size(cluster: Cluster) -> list[tuple[str, int, float]]:
     found = []
     for kind, (function, buffers) in collective_kinds(n).items() if n > 1 else ():
         size = 8
-        while size <= min(cluster.sample.most, limit // 4):
+        while size <= min(cluster.sizes.most, limit // 4):
             shares = 1 if kind == "all-reduce" else n
             if elements := size // 2 // shares * shares:
-                times = min(200, max(5, cluster.sample.sent * cluster.sample.transfers // size))
+                times = min(200, max(5, cluster.sizes.sent * cluster.sizes.transfers // size))
                 if jax.default_backend() != "gpu":
                     times = 1  # XLA for CPUs takes a collective out of its loop
                 operand = (buffers * elements // n,), jnp.bfloat16
