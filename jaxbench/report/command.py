@@ -35,16 +35,15 @@ def find(path: Path) -> Iterator[RunData]:
     for a file that is neither a log nor a table."""
     if path.suffix == ".csv" and path.is_file():
         yield from published_runs(path)
-    elif path.is_file():
-        if (run := _log(path)) is None:
-            raise RecipeError(
-                f"{path}: neither its name nor its content shows a log of a published script"
-            )
-        yield run
     elif path.is_dir():
         yield from _below(path, set())
-    else:
+    elif not path.is_file():
         raise RecipeError(f"{path}: no such file or folder")
+    elif run := _log(path):
+        yield run
+    else:
+        shows = "neither its name nor its content shows a log of a published script"
+        raise RecipeError(f"{path}: {shows}")
 
 
 def _below(folder: Path, seen: set[Path]) -> Iterator[RunData]:
@@ -61,7 +60,7 @@ def _below(folder: Path, seen: set[Path]) -> Iterator[RunData]:
                 yield from _below(child, seen)
             elif not ours and _is_log(child) and child.resolve() not in seen:
                 seen.add(child.resolve())
-                if (run := _log(child)) is not None:
+                if run := _log(child):
                     yield run
     except OSError as error:
         yield _unreadable(folder, error)
