@@ -122,11 +122,11 @@ def by_quantity(every: Sequence[Gpu]) -> tuple[list[str], list[str]]:
         known = {gpu: value for gpu, value in values.items() if value is not None}
         if len(known) < 2:
             continue
-        others = [value for gpu, value in known.items() if gpu not in bad]
+        lowest = sorted((gpu for gpu in known if gpu in bad), key=lambda gpu: known[gpu])
+        others = [value for gpu, value in known.items() if gpu not in bad] or [*known.values()]
         least, most = f"{min(others):.1f}", f"{max(others):.1f}"
         alike = f"{least} {unit} everywhere" if least == most else f"{least} to {most} {unit}"
-        if bad:
-            lowest = sorted(bad, key=lambda gpu: known[gpu])
+        if lowest:
             named = listed((f"{gpu}: {known[gpu]:.1f}" for gpu in lowest), NAMED, "; ")
             unusual.append(f"{title}: {named}; the others: {alike.removesuffix(' everywhere')}")
         else:
