@@ -9,15 +9,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from jaxbench.base.errors import RecipeError
-from jaxbench.cluster.jobs import environment
+from jaxbench.cluster.jobs import NO_SLURM, slurm
 
 Options = dict[str, str | None]
 """Options of sbatch by their long names. The value is None for an option without a value."""
 
 SAVE_SECONDS = 120
 """The seconds before the time limit at which Slurm sends a signal. They are long enough to save."""
-
-NO_SLURM = "there is no sbatch here; on one host use launch/run.sh --config RECIPE"
 
 SITE = ("account", "partition", "qos", "reservation", "constraint", "clusters", "wckey")
 """Options that a user may also set with sbatch's own variables (`SBATCH_QOS`)."""
@@ -120,7 +118,7 @@ def check(results: Path, settings: Mapping[str, str], root: Path) -> None:
     """Raises RecipeError if there is no Slurm, if there is neither an environment nor an image, or
     if the results cannot be written. Makes the folder of the results."""
     if shutil.which("sbatch") is None:
-        raise RecipeError(NO_SLURM)
+        raise RecipeError(NO_SLURM.format("sbatch"))
     if image := settings.get("RUN_CONF_IMAGE"):
         check_image(image, (root, Path(settings["JAXBENCH_STAGE"])))
     else:
@@ -181,26 +179,15 @@ def check_image(image: str, mounts: Iterable[Path]) -> None:
 def refusal(script: str) -> list[str]:
     """A warning if Slurm can start a job neither now nor later, for example because it has more
     nodes than a partition. This is no error, since none of the partition's nodes may be up now."""
-    done = subprocess.run(
-        ["sbatch", "--test-only"], input=script, capture_output=True, text=True, env=environment()
-    )
-    reason = " ".join(done.stderr.split())
-    return (
-        [f"with the nodes as they are, Slurm will never start this job ({reason}); scancel ends it"]
-        if done.returncode
-        else []
-    )
+    try:
+        slurm("sbatch", "--test-only", script=script)
+    except RecipeError as error:
+        reason = str(error).removeprefix("sbatch: ")
+        will_never = "with the nodes as they are, Slurm will never start this job"
+        return [f"{will_never} ({reason}); scancel ends it"]
+    return []
 
 
 def submit(script: str) -> str:
     """Submits a batch script. Returns the job's id. Raises RecipeError with Slurm's message."""
-    try:
-        done = subprocess.run(
-            ["sbatch", "--parsable"], input=script, capture_output=True, text=True,
-            env=environment(),
-        )  # fmt: skip
-    except FileNotFoundError as error:
-        raise RecipeError(NO_SLURM) from error
-    if done.returncode:
-        raise RecipeError(f"sbatch: {' '.join(done.stderr.split())}")
-    return done.stdout.split(";")[0].strip()
+    return slurm("sbatch", "--parsable", script=script).split(";")[0].strip()

@@ -28,8 +28,9 @@ from options import parse_train, train_options  # noqa: E402
 from variables import Variables, gpu_type, misspelt, recipe_path, stage_folder  # noqa: E402
 
 import jaxbench  # noqa: E402
-from jaxbench.base.errors import RecipeError  # noqa: E402
+from jaxbench.base.errors import RecipeError, counted  # noqa: E402
 from jaxbench.base.hardware import Gpu  # noqa: E402
+from jaxbench.base.terminal import Parser  # noqa: E402
 from jaxbench.recipe import derived_rows, published, recipes  # noqa: E402
 from jaxbench.recipe.settings import Run  # noqa: E402
 from jaxbench.run import arguments  # noqa: E402
@@ -95,7 +96,7 @@ class Job:
         """Remarks for a reader of the result."""
         if self.run.row == recipes.SMOKE or not published.differences(self.run, self.gpu.device):
             return []
-        row = f"{self.run.recipe} on {published.counted(self.run.gpus, self.gpu.name)}"
+        row = f"{self.run.recipe} on {counted(self.run.gpus, self.gpu.name)}"
         settings = " with these settings" if self.run.overrides else ""
         return [f"nothing is published for {row}{settings}: the result is not comparable"]
 
@@ -144,9 +145,9 @@ def slurm_options(
 def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
     """The job that options and environment describe. Raises RecipeError for every mistake in
     them."""
-    here = site_file.read(environment)
-    variables = Variables(site_file.completed(environment, here))
-    system = args.system or here.get("system", "")
+    site = site_file.read(environment)
+    variables = Variables(site_file.completed(environment, site))
+    system = args.system or site.get("system", "")
     path = recipe_path(args.config, variables)
     gpu = gpu_type(variables)
     recipe = recipes.load(path).on(gpu)
@@ -193,8 +194,8 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
         "output": f"{results}/slurm-%j.out", "open-mode": "append",
     }  # fmt: skip
     slurm = slurm_options(args, variables, slurm)
-    if "exclude" in here:
-        slurm.setdefault("exclude", here["exclude"])
+    if "exclude" in site:
+        slurm.setdefault("exclude", site["exclude"])
     return Job(run, gpu, results, texts, settings, slurm)
 
 
@@ -208,7 +209,7 @@ def submit(job: Job) -> str:
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Parses the options. `train` has the options after `--`. Raises RecipeError."""
-    parser = arguments.Parser(
+    parser = Parser(
         prog="launch/submit.sh", description="Submits one benchmark.", allow_abbrev=False,
         usage="%(prog)s [CONFIG] [options] [-- options of train]",
         epilog="options of train: python -m jaxbench.train --help",

@@ -29,12 +29,12 @@ import submit
 
 from jaxbench.base.errors import RecipeError
 from jaxbench.base.files import owned, write_json, write_whole
+from jaxbench.base.terminal import Parser
 from jaxbench.cluster.jobs import queue, record_of, state
 from jaxbench.recipe import recipes, strict_yaml
 from jaxbench.report import command as report
 from jaxbench.report.folders import is_run
 from jaxbench.report.page import page
-from jaxbench.run.arguments import Parser
 
 DONE = ("completed", "running", "pending")
 """States in which we do not submit a run again."""

@@ -48,15 +48,16 @@ KNOWN = (
 def misspelt(environment: Mapping[str, str]) -> list[str]:
     """A warning for each variable that nothing reads, if its name is almost the name of one that
     the launcher reads."""
-    names = sorted(name for name in environment if name not in KNOWN and name[:6] != "SLURM_")
-    sbatchs = [name for name in names if name[:7] == "SBATCH_"]
-    near = {name: difflib.get_close_matches(name, KNOWN, 1, cutoff=0.9) for name in names}
-    return [
-        *(f"{name} is not read: a job has the options of launch/submit.sh, such as --sbatch"
-          for name in sbatchs),
-        *(f"{name} is not read; is {match[0]} meant?"
-          for name, match in near.items() if match and name not in sbatchs),
-    ]  # fmt: skip
+    lines = []
+    for name in sorted(environment):
+        if name in KNOWN or name.startswith("SLURM_"):
+            continue
+        if name.startswith("SBATCH_"):
+            instead = "a job has the options of launch/submit.sh, such as --sbatch"
+            lines.append(f"{name} is not read: {instead}")
+        elif near := difflib.get_close_matches(name, KNOWN, 1, cutoff=0.9):
+            lines.append(f"{name} is not read; is {near[0]} meant?")
+    return lines
 
 
 class Variables:

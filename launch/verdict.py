@@ -304,8 +304,8 @@ def main(step, folder, start, status, messages):
     try:
         record(folder, found, slurms(state, found))
     except OSError as error:
-        refusal = f"; its record does not say so: {error.strerror}"
-        found = found._replace(reason=found.reason + refusal)
+        unsaid = f"its record does not say so: {error.strerror}"
+        found = found._replace(reason=f"{found.reason}; {unsaid}")
     nodes = found.nodes if excluding else ""
     line = f"{found.status}: {found.reason}" if found.reason else found.status
     return found.code, delay, nodes, line

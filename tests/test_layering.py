@@ -109,7 +109,7 @@ def test_models_know_no_run_optimizer_or_environment():
 def test_laptop_packages_load_without_jax():
     laptop = ("base", "recipe", "results", "xla", "forecast", "pages", "report")
     modules = [m for m in MODULES if package_of(m) in laptop and not m.endswith("__main__")]
-    modules += ["jaxbench.cluster.messages", "jaxbench.__main__"]
+    modules.append("jaxbench.__main__")
     modules += [f"jaxbench.{command.options}" for command in COMMANDS.values()]
     code = f"import sys, {', '.join(modules)}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -146,7 +146,7 @@ def test_only_the_mesh_names_its_axes():
 def test_only_the_commands_read_the_environment():
     readers = {m for m, path in MODULES.items() if "os.environ" in path.read_text()}
     allowed = {"run.command", "run.start_record", "cluster.devices", "run.host_memory",
-               "run.profiling", "plan.command", "base.files", "cluster.job", "cluster.messages",
+               "run.profiling", "plan.command", "base.files", "cluster.job", "cluster.ending",
                "cluster.nvml", "cluster.jobs", "base.jax_variables", "xla.flags",
                "__main__"}  # fmt: skip
     assert readers <= {f"jaxbench.{name}" for name in allowed}

@@ -70,7 +70,7 @@ def test_a_node_whose_gpus_are_all_slow_is_found_among_the_others(qualified):
     """A check of this node alone has nothing to compare them with."""
     found = qualified(8, [("bf16 matmuls", "node3", 0.85)])
     assert found.healthy == [f"node{n}" for n in range(8) if n != 3]
-    verdict, why = found.of("node3")
+    verdict, why = found.verdict_of("node3")
     assert verdict == "fail"
     assert why.startswith("node3: bf16 matmuls 1")
     assert "below the median of 64" in why
@@ -155,7 +155,7 @@ def test_a_record_of_other_nodes_or_an_incomplete_one_is_no_result(tmp_path, mon
     record(tmp_path / "nodes" / "node0", ["node1"], rates, hosts)
     args = qualify.make_parser().parse_args(["--output", str(tmp_path)])
     monkeypatch.setenv("PATH", slurm(tmp_path))  # whose srun checks nothing
-    check = qualify.run_check(("node0",), qualify.NODES, "", args)
+    check = qualify.run_check(("node0",), qualify.NODES, args)
     assert (check.report, check.why) == (None, "exit status 0")
     assert check.reached
     for text in ("{", "[]", '{"rates": {}}'):
@@ -203,12 +203,12 @@ def test_the_history_of_a_gpu_follows_it():
     gpus = {"n1 gpu 0": {"serial": "17"}, "n1 gpu 1": {"serial": None}}
     found.reports = [{"hosts": {"n1": {"gpus": gpus}}}]
     found.add([Finding("n1 gpu 0", "MIG is on", "gpu", ("n1",))])
-    known = qualify.followed(found, {})
+    known = qualify.follow_gpus(found, {})
     assert known == {"17": {"where": "n1 gpu 0", "faults": {"n1 gpu 0": ["n1 gpu 0: MIG is on"]}}}
     assert found.remarks == []
     moved = qualify.Verdicts(["n1", "n2"])
     moved.reports = [{"hosts": {"n2": {"gpus": {"n2 gpu 3": {"serial": "17"}}}}}]
-    again = qualify.followed(moved, known)
+    again = qualify.follow_gpus(moved, known)
     assert again == {"17": {"where": "n2 gpu 3", "faults": {"n1 gpu 0": ["n1 gpu 0: MIG is on"]}}}
     (remark,) = moved.remarks
     assert remark == "n2 gpu 3 (serial number 17) had faults before: n1 gpu 0: MIG is on"
@@ -221,7 +221,7 @@ def test_a_longer_load_repeats_a_check(tmp_path, monkeypatch):
     for minutes, kept in (((), True), (("--minutes", "5"), False)):
         words = ["--output", str(tmp_path), *minutes]
         args = qualify.make_parser().parse_args(words)
-        check = qualify.run_check(("node0",), qualify.NODES, "", args)
+        check = qualify.run_check(("node0",), qualify.NODES, args)
         assert (check.report is not None) == kept
 
 

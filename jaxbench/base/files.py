@@ -153,6 +153,15 @@ def as_json(content: Any) -> str:
     return json.dumps(content, indent=2, default=asdict) + "\n"
 
 
+def json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Empty if the file cannot be read or has no object."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 RECORDS = ("run.json", "job.json")
 """The record of a run, and the record of its job, which the launcher writes
 (`launch/verdict.py`)."""

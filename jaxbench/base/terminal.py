@@ -14,6 +14,7 @@ from textwrap import dedent, fill, indent
 from typing import Any, NoReturn
 
 from rich.console import Console
+from rich.table import Table
 
 from jaxbench.base.errors import RecipeError, RunFailed, meant
 from jaxbench.base.files import write_whole
@@ -93,6 +94,14 @@ def console() -> Console:
     if not output.is_terminal:
         output.width = WIDTH
     return output
+
+
+def plain_table(*texts: str, figures: Iterable[str] = ()) -> Table:
+    """A table without lines: columns of texts, then columns of figures, by their headings."""
+    grid = Table(*texts, box=None, pad_edge=False, header_style="bold")
+    for heading in figures:
+        grid.add_column(heading, justify="right")
+    return grid
 
 
 def folded(text: str, output: Console | None = None, label: str = LABEL) -> str:

@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from rich.console import Console
 from rich.progress import track
 
@@ -44,9 +43,6 @@ SECONDS = 0.05
 
 LANES = 4
 """Programs that are compiled at a time. Each may need 12 GiB of the GPU, for the largest matmul."""
-
-Shown = Callable[[Sequence[Any]], Iterable[Any]]
-"""A function that iterates over a sequence, and may show how far it is."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +79,8 @@ TINY_SAMPLE = Sample(
 
 Array = Callable[..., jax.ShapeDtypeStruct]
 """A function of a shape and a dtype that describes an array on one GPU."""
+
+T = TypeVar("T")
 
 LARGEST = 2**31
 """Maximum number of elements in the largest array of a matmul."""
@@ -152,16 +150,17 @@ def attentions(sample: Sample, kernel: str, array: Array) -> Iterator[Probe]:
 
 def collectives(sample: Sample, gpus: Sequence[jax.Device]) -> Iterator[Probe]:
     """Collectives among some GPUs, on arrays in bf16."""
-    mesh = jax.make_mesh((len(gpus),), ("gpus",), devices=gpus)
-    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("gpus"))
-    n = len(gpus)
-    for name, (function, result, times) in collective_kinds(n).items():
+    n, split = len(gpus), jax.P("gpus")
+    mesh = jax.make_mesh((n,), ("gpus",), devices=gpus)
+    for name, (function, buffers) in collective_kinds(n).items():
+        on_all = jax.shard_map(
+            function, mesh=mesh, in_specs=split, out_specs=split, check_vma=False
+        )
         for size in sample.sent:
-            local = jax.shard_map(
-                function, mesh=mesh, in_specs=sharding.spec, out_specs=result, check_vma=False
+            operand = jax.ShapeDtypeStruct(
+                (buffers * size // 2,), jnp.bfloat16, sharding=jax.NamedSharding(mesh, split)
             )
-            buffer = jax.ShapeDtypeStruct((times * size // 2,), jnp.bfloat16, sharding=sharding)
-            yield Probe("collective", name, (n, size), local, (buffer,))
+            yield Probe("collective", name, (n, size), on_all, (operand,))
 
 
 def compiled(probe: Probe, function: Callable[..., Any]) -> jax.stages.Compiled:
@@ -171,33 +170,33 @@ def compiled(probe: Probe, function: Callable[..., Any]) -> jax.stages.Compiled:
     return jax.jit(repeated(function, REPEATS)).lower(*probe.arguments).compile(options)
 
 
-def measure(every: Sequence[Probe], shown: Shown = iter) -> list[float]:
+def measure(every: Sequence[Probe]) -> list[float]:
     """Microseconds of one run of each kernel, without the time of the loop around it. We compile
     all programs before we time one, several at a time: XLA times candidates of matmuls while it
     compiles."""
+
+    def programs(probe: Probe) -> list[jax.stages.Compiled]:
+        return [compiled(probe, each) for each in (probe.function, probe.baseline) if each]
+
     with ThreadPoolExecutor(LANES) as pool:
-        work = [pool.submit(_programs, probe) for probe in every]
-        programs = [done.result() for done in shown(work)]
-    empty = _loop()
+        work = [pool.submit(programs, probe) for probe in every]
+        compiled_programs = [done.result() for done in shown(work)]
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    nothing = (jax.ShapeDtypeStruct((1,), jnp.bfloat16, sharding=device),)
+    empty = Probe("", "", (), lambda x: x, nothing)
+    empty_loop = _microseconds(empty, compiled(empty, empty.function))
 
     def own(probe: Probe, programs: list[jax.stages.Compiled]) -> float:
         took, *baseline = (_microseconds(probe, program) for program in programs)
-        return max(took - (baseline[0] if baseline else empty), LEAST)
+        return max(took - (baseline[0] if baseline else empty_loop), LEAST)
 
-    return [own(*pair) for pair in shown(list(zip(every, programs, strict=True)))]
-
-
-def _programs(probe: Probe) -> list[jax.stages.Compiled]:
-    functions = filter(None, (probe.function, probe.baseline))
-    return [compiled(probe, function) for function in functions]
+    return [own(*pair) for pair in shown(list(zip(every, compiled_programs, strict=True)))]
 
 
-def _loop() -> float:
-    """Microseconds of one iteration of an empty loop."""
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    nothing = (jax.ShapeDtypeStruct((1,), jnp.bfloat16, sharding=device),)
-    probe = Probe("", "", (), lambda x: x, nothing)
-    return _microseconds(probe, compiled(probe, probe.function))
+def shown(items: Sequence[T]) -> Iterable[T]:
+    """Iterates over some items. A terminal shows how far it is."""
+    console = Console(stderr=True)
+    return track(items, "measuring", console=console, disable=not console.is_terminal)
 
 
 def _microseconds(probe: Probe, program: jax.stages.Compiled) -> float:
@@ -240,11 +239,7 @@ def main(argv: Sequence[str] | None) -> int:
         raise RecipeError(f"{device} is not a GPU that plan knows; expected one of {known}")
     sample, kernel = (TINY_SAMPLE, "xla") if args.rehearse else (GPU_SAMPLE, "cudnn")
     planned = list(probes(sample, kernel, devices))
-    console = Console(stderr=True)
-    shown = partial(
-        track, description="measuring", console=console, disable=not console.is_terminal
-    )
-    took = measure(planned, shown)
+    took = measure(planned)
     lines = [line(p.kind, p.name, p.sizes, us) for p, us in zip(planned, took, strict=True)]
     write_whole(args.output, table(gpu.name.lower() if gpu else "cpu", device, lines))
     print(f"measured {len(lines)} kernels of {device}; for jaxbench plan --kernels {args.output}")

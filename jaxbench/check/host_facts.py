@@ -9,11 +9,12 @@ import subprocess
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxbench.base.errors import RecipeError
 from jaxbench.base.files import open_unlinked
 from jaxbench.base.versions import versions
 from jaxbench.cluster import nvml
@@ -47,7 +48,6 @@ OF_ADAPTER = {
 }
 """Files of an adapter (Linux, Documentation/ABI/stable/sysfs-class-infiniband; sysfs-bus-pci)."""
 
-
 ERRORS = "symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors"
 """Counters of a port (Linux, Documentation/ABI/stable/sysfs-class-infiniband)."""
 
@@ -58,13 +58,13 @@ Counts = dict[str, dict[str, int]]
 """Counts by the name of a GPU or port and by kind."""
 
 
-def settings(nvml_told: bool, adapters: Path = ADAPTERS) -> dict[str, Any]:
+def settings(has_nvml: bool, adapters: Path = ADAPTERS) -> dict[str, Any]:
     """Versions and settings that should be the same on all hosts; None for what the system does not
     have."""
     known = versions()
     names = ("jaxbench", "commit", "python", "jaxlib", "driver", "nvidia-nccl-cu13")
     found: dict[str, Any] = {name: known.get(name) for name in names}
-    if nvml_told:
+    if has_nvml:
         found["driver"] = nvml.driver_version()
     found |= {"kernel": platform.release(), "cpus": os.cpu_count()}
     for name, path in SYSTEM.items():
@@ -72,8 +72,9 @@ def settings(nvml_told: bool, adapters: Path = ADAPTERS) -> dict[str, Any]:
         chosen = re.search(r"\[(\w+)\]", text or "")
         found[name] = chosen[1] if chosen else text
     for adapter in sorted(adapters.glob("*")):
-        known = {f"{adapter.name} {name}": content(adapter / at) for name, at in OF_ADAPTER.items()}
-        found |= known
+        found |= {
+            f"{adapter.name} {name}": content(adapter / at) for name, at in OF_ADAPTER.items()
+        }
     return found
 
 
@@ -103,14 +104,12 @@ def counters(gpus: Mapping[str, nvml.Gpu], adapters: Path = ADAPTERS) -> Counts:
 
 def grew(before: Counts, after: Counts) -> Counts:
     """By how much counters grew. Those that did not are left out."""
-    more = {
-        name: {
-            kind: count - before.get(name, {}).get(kind, count) for kind, count in counts.items()
-        }
-        for name, counts in after.items()
-    }
-    grown = {name: {k: n for k, n in counts.items() if n > 0} for name, counts in more.items()}
-    return {name: counts for name, counts in grown.items() if counts}
+    found: Counts = defaultdict(dict)
+    for name, counts in after.items():
+        for kind, count in counts.items():
+            if (more := count - before.get(name, {}).get(kind, count)) > 0:
+                found[name][kind] = more
+    return found
 
 
 def diagnosis() -> list[str] | None:
@@ -134,44 +133,47 @@ def content(path: Path) -> str | None:
         return None
 
 
-def gpus() -> tuple[list[nvml.Gpu], str | None]:
-    """The GPUs of this process according to NVML, and the reason if there are none."""
-    try:
-        return nvml.gpus(), None
-    except RecipeError as error:
-        return [], str(error)
-
-
-def facts(told: Collection[nvml.Gpu]) -> list[dict[str, Any]]:
+def facts(gpus: Collection[nvml.Gpu]) -> list[dict[str, Any]]:
     """The state of idle GPUs according to the driver: its facts, `unreached` (the other GPUs of the
     host that a GPU does not reach), and `xids` from the kernel's log, which are None if the log
     cannot be read."""
-    log, every = xids(), nvml.gpus(visible=False) if told else []
+    log, every = xids(), nvml.gpus(visible=False) if gpus else []
     found = []
-    for gpu in told:
-        known = gpu.facts()
+    for gpu in gpus:
         others = [other for other in every if other.index != gpu.index]
-        known["unreached"] = [other.index for other in others if gpu.reaches(other) is False]
-        known["xids"] = None if log is None else log.get(gpu.address, [])
-        found.append(known)
+        found.append(gpu.facts() | {
+            "unreached": [other.index for other in others if gpu.reaches(other) is False],
+            "xids": None if log is None else log.get(gpu.address, []),
+        })  # fmt: skip
     return found
 
 
-def under_load(told: Collection[nvml.Gpu], ended: threading.Event) -> list[dict[str, Any]]:
-    """Samples the GPUs until `ended` is set. Returns the sample of each GPU at its greatest power,
-    with `reasons` by name."""
+@contextmanager
+def under_load(gpus: Collection[nvml.Gpu], facts: Collection[dict[str, Any]]) -> Iterator[None]:
+    """Samples GPUs as long as the context lasts. Then adds to the facts of each GPU its sample at
+    the greatest power, with `reasons` by name."""
     greatest: dict[int, nvml.Sample] = {}
-    while not ended.wait(SAMPLE_S):
-        for gpu in told:
-            now, before = gpu.sample(), greatest.get(gpu.index)
-            if before is None or (now.power_w or 0) >= (before.power_w or 0):
-                greatest[gpu.index] = now
-    return [_named(greatest[gpu.index]) if gpu.index in greatest else {} for gpu in told]
+    ended = threading.Event()
 
+    def watch() -> None:
+        while not ended.wait(SAMPLE_S):
+            for gpu in gpus:
+                now, before = gpu.sample(), greatest.get(gpu.index)
+                if before is None or (now.power_w or 0) >= (before.power_w or 0):
+                    greatest[gpu.index] = now
 
-def _named(sample: nvml.Sample) -> dict[str, Any]:
-    bits = sample.reasons
-    return sample._asdict() | {"reasons": None if bits is None else nvml.reasons(bits)}
+    with ThreadPoolExecutor(1) as thread:
+        watched = thread.submit(watch)
+        try:
+            yield
+        finally:
+            ended.set()
+    watched.result()
+    for gpu, known in zip(gpus, facts, strict=True):
+        if sample := greatest.get(gpu.index):
+            bits = sample.reasons
+            reasons = None if bits is None else nvml.reasons(bits)
+            known |= sample._asdict() | {"reasons": reasons}
 
 
 def xids() -> dict[str, list[int]] | None:
@@ -196,8 +198,8 @@ def files(folder: Path) -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
         with open(open_unlinked(path, os.O_EXCL), "wb", buffering=0) as file:
             for name, size in (("latency_s", 1), ("seconds", FILE_BYTES)):
-                content, began = bytes(size), time.perf_counter()
-                file.write(content)
+                zeros, began = bytes(size), time.perf_counter()
+                file.write(zeros)
                 os.fsync(file.fileno())
                 found[name] = time.perf_counter() - began
             found["write_gb_s"] = FILE_BYTES / 1e9 / found.pop("seconds")

@@ -12,13 +12,7 @@ from statistics import median
 from typing import Any
 
 from jaxbench.base.errors import listed
-from jaxbench.base.outliers import (
-    DEVIATIONS,
-    GPU_SPREAD,
-    LINK_SPREAD,
-    outliers,
-    repeated_spread,
-)
+from jaxbench.base.outliers import DEVIATIONS, GPU_SPREAD, LINK_SPREAD, outliers, repeated_spread
 from jaxbench.cluster import nvml
 
 SUSTAINED = "sustained bf16 matmuls"
@@ -96,8 +90,8 @@ def by_kind(rates: Iterable[Rate]) -> dict[str, list[Rate]]:
 
 
 def slow(rates: Sequence[Rate]) -> dict[tuple[str, ...], tuple[float, str]]:
-    """The slow GPUs, nodes or links of one kind. Each has (share below the median, how the message
-    ends)."""
+    """The slow GPUs, nodes or links of one kind, by their ends: (by what share they are below the
+    median, how the message ends)."""
     if len(rates[0].ends) > 1:
         return slow_links(rates)
     spread = GPU_SPREAD if rates[0].kind in GPU_KINDS else LINK_SPREAD
@@ -145,47 +139,50 @@ def slow_links(rates: Sequence[Rate]) -> dict[tuple[str, ...], tuple[float, str]
     return found
 
 
-def rate_findings(kinds: Mapping[str, list[Rate]]) -> Iterable[Finding]:
+def rate_findings(kinds: Mapping[str, list[Rate]]) -> Iterator[Finding]:
     """Slow GPUs, links and nodes. If all GPUs of a node are slow, or all links between two nodes,
     the nodes are named instead."""
     for kind, rates in kinds.items():
         found = slow(rates)
         gpus = Counter(map(node, {end for rate in rates for end in rate.ends}))
-        groups: dict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
+        of_nodes: dict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
         for ends in found:
-            groups[tuple(map(node, ends))].append(ends)
-        for nodes, some in groups.items():
-            apart = nodes not in some and len({*nodes}) == len(nodes)
-            if apart and 1 < gpus[nodes[0]] == len(some):
+            of_nodes[tuple(map(node, ends))].append(ends)
+        for nodes, some in of_nodes.items():
+            inside = len({*nodes}) < len(nodes)  # links between GPUs of one node
+            if nodes not in some and not inside and 1 < gpus[nodes[0]] == len(some):
                 found[nodes] = max(found.pop(ends) for ends in some)
-        for ends, (share, end) in found.items():
-            what = f"{kind} {100 * share:.0f} % below the median of {len(rates)}{end}"
+        for ends, (share, how) in found.items():
+            what = f"{kind} {100 * share:.0f} % below the median of {len(rates)}{how}"
             nodes = tuple(dict.fromkeys(map(node, ends)))
             cause = "network" if kind == BETWEEN_NODES else "gpu"
             yield Finding(" - ".join(ends), what, cause, nodes if len(nodes) == 1 else ())
 
 
-def table_findings(kinds: Mapping[str, list[Rate]]) -> Iterable[Finding]:
+def table_findings(kinds: Mapping[str, list[Rate]]) -> Iterator[Finding]:
     """Kinds whose median is far below the tables. These findings are about the job as a whole."""
     for kind, rates in kinds.items():
-        expected, middle = rates[0].expected, median(rate.value for rate in rates)
-        if expected and middle < (1 - BELOW_TABLE) * expected:
-            yield Finding(
-                "all" if len(rates) > 1 else rates[0].ends[0],
-                f"{kind} {middle:.0f} {rates[0].unit}, {100 * (1 - middle / expected):.0f} % below "
-                f"the expected {expected:.0f}",
-            )
+        middle, unit = median(rate.value for rate in rates), rates[0].unit
+        if below := far_below(middle, rates[0].expected):
+            where = "all" if len(rates) > 1 else rates[0].ends[0]
+            yield Finding(where, f"{kind} {middle:.0f} {unit}, {below}")
 
 
-def size_findings(sizes: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
+def size_findings(sizes: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Collectives over all GPUs that are far below the forecast at their largest size, where rates
     of links count and latencies do not."""
     for line in largest(sizes).values():
-        rate, expected = line["busbw"], line["expected"]
-        if expected and rate < (1 - BELOW_TABLE) * expected:
-            what = f"{line['collective']} of {line['bytes'] / 1e9:.3g} GB: busbw {rate:.0f} GB/s"
-            below = f"{100 * (1 - rate / expected):.0f} % below the expected {expected:.0f}"
-            yield Finding("all", f"{what}, {below}")
+        if below := far_below(line["busbw"], line["expected"]):
+            what = f"{line['collective']} of {line['bytes'] / 1e9:.3g} GB"
+            yield Finding("all", f"{what}: busbw {line['busbw']:.0f} GB/s, {below}")
+
+
+def far_below(rate: float, expected: float | None) -> str:
+    """How far a rate is below what is expected. Empty if it is not far below, or if nothing is
+    expected."""
+    if not expected or rate >= (1 - BELOW_TABLE) * expected:
+        return ""
+    return f"{100 * (1 - rate / expected):.0f} % below the expected {expected:.0f}"
 
 
 def largest(sizes: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -193,7 +190,7 @@ def largest(sizes: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     return {line["collective"]: line for line in sizes}
 
 
-def falls(reports: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+def fall_findings(reports: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
     """Remarks on the largest collectives over more and more nodes: the first number of nodes at
     which one is far slower than over fewer, although the forecast is not. No node is at fault.
     Without a forecast all-to-all is left out, since more of it leaves the nodes if they are more.
@@ -218,47 +215,41 @@ def falls(reports: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
                 )
 
 
-def gpu_findings(gpus: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
+def gpu_findings(gpus: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """Findings from the driver's facts and from samples under load, which are None if the driver
     does not report them. If all GPUs lack the same links or have the same low limit, the cluster is
     built that way, and it is at most a remark."""
     keys = "nvlinks_up", "pcie_lanes", "power_limit_w"
     most = {key: usual(gpu.get(key) for gpu in gpus.values()) for key in keys}
     cut_off = median([len(gpu.get("unreached") or ()) for gpu in gpus.values()] or [0])
-    for where, gpu in gpus.items():
-        known = {key: gpu.get(key) for key in keys}
-        less = {key: n is not None and n < most[key] for key, n in known.items()}
-        held = [reason for reason in gpu.get("reasons") or () if reason in nvml.reasons(nvml.HELD)]
-        unreached = gpu.get("unreached") or ()
-        limit, default = gpu.get("power_limit_w"), gpu.get("power_default_w")
-        down = (gpu.get("nvlinks") or 0) - (gpu.get("nvlinks_up") or 0)
-        clocks = f"{gpu.get('sm_mhz')} of {gpu.get('sm_max_mhz')}"
-        faults = {
-            f"{down} of {gpu.get('nvlinks')} NVLinks are down": less["nvlinks_up"],
-            f"no NVLink to gpu {', '.join(map(str, unreached))}": len(unreached) > cut_off,
-            f"power limit {limit or 0:.0f} W instead of {default or 0:.0f}": less["power_limit_w"],
-            f"{clocks} MHz under load: {', '.join(held)}": held,
-            f"uncorrected ECC errors: {gpu.get('ecc_uncorrected')}": gpu.get("ecc_uncorrected"),
-            "remapped memory rows need a reset of the GPU": gpu.get("remap_pending"),
-            "memory rows could not be remapped": gpu.get("remap_failed"),
-            "MIG is on": gpu.get("mig"),
-            f"{gpu.get('pcie_lanes')} of {gpu.get('pcie_max_lanes')} PCIe lanes": less[
-                "pcie_lanes"
-            ],
-        }
-        capped = limit and default and limit < default and not less["power_limit_w"]
-        remarks = {
-            f"power limit {limit or 0:.0f} W instead of {default or 0:.0f}": capped,
-            f"XIDs in the kernel's log: {', '.join(map(str, gpu.get('xids') or ()))}": gpu.get(
-                "xids"
-            ),
-            "ECC is off": gpu.get("ecc") is False,
-            "persistence mode is off": gpu.get("persistence") is False,
-        }
-        yield from (
-            Finding(where, what, "gpu", (node(where),)) for what, is_so in faults.items() if is_so
+    for where, facts in gpus.items():
+        gpu: dict[str, Any] = defaultdict(lambda: None, facts)
+        fewer = {key for key in keys if gpu[key] is not None and gpu[key] < most[key]}
+        down = (gpu["nvlinks"] or 0) - (gpu["nvlinks_up"] or 0)
+        unreached, xids = gpu["unreached"] or (), gpu["xids"] or ()
+        held = [reason for reason in gpu["reasons"] or () if reason in nvml.reasons(nvml.HELD)]
+        limit, default = gpu["power_limit_w"] or 0, gpu["power_default_w"] or 0
+        power = f"power limit {limit:.0f} W instead of {default:.0f}"
+        clocks = f"{gpu['sm_mhz']} of {gpu['sm_max_mhz']} MHz under load"
+        faults = (
+            ("nvlinks_up" in fewer, f"{down} of {gpu['nvlinks']} NVLinks are down"),
+            (len(unreached) > cut_off, f"no NVLink to gpu {', '.join(map(str, unreached))}"),
+            ("power_limit_w" in fewer, power),
+            (held, f"{clocks}: {', '.join(held)}"),
+            (gpu["ecc_uncorrected"], f"uncorrected ECC errors: {gpu['ecc_uncorrected']}"),
+            (gpu["remap_pending"], "remapped memory rows need a reset of the GPU"),
+            (gpu["remap_failed"], "memory rows could not be remapped"),
+            (gpu["mig"], "MIG is on"),
+            ("pcie_lanes" in fewer, f"{gpu['pcie_lanes']} of {gpu['pcie_max_lanes']} PCIe lanes"),
         )
-        yield from (Finding(where, what) for what, is_so in remarks.items() if is_so)
+        remarks = (
+            (0 < limit < default and "power_limit_w" not in fewer, power),
+            (xids, f"XIDs in the kernel's log: {', '.join(map(str, xids))}"),
+            (gpu["ecc"] is False, "ECC is off"),
+            (gpu["persistence"] is False, "persistence mode is off"),
+        )
+        yield from (Finding(where, what, "gpu", (node(where),)) for is_so, what in faults if is_so)
+        yield from (Finding(where, what) for is_so, what in remarks if is_so)
     yield from unlike({w: {"VBIOS": gpu["vbios"]} for w, gpu in gpus.items() if gpu.get("vbios")})
 
 
@@ -281,7 +272,7 @@ GREW = {
 """What the counters that grew under a long load say, and the cause of a fault."""
 
 
-def load_findings(hosts: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
+def load_findings(hosts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """Findings from counters that grew under a long load, of GPUs and of adapters' ports, and from
     NVIDIA's own diagnosis after it."""
     for name, host in hosts.items():
@@ -295,7 +286,7 @@ def load_findings(hosts: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
             yield Finding(name, f"dcgmi diag: {line}", "gpu", (name,))
 
 
-def host_findings(hosts: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
+def host_findings(hosts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """Findings about the hosts' files, clocks and settings, and about versions and settings that
     differ from the other hosts."""
     for name, host in hosts.items():
@@ -316,10 +307,9 @@ def host_findings(hosts: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
         most = usual(rates.values())
         for name, rate in rates.items():
             if rate < most:
-                what = f"{rate:g}" if rate else "no link"
-                yield Finding(
-                    name, f"{port}: {what}, but {most:g} Gb/s elsewhere", "network", (name,)
-                )
+                has = f"{rate:g}" if rate else "no link"
+                what = f"{port}: {has}, but {most:g} Gb/s elsewhere"
+                yield Finding(name, what, "network", (name,))
 
 
 def usual(values: Iterable[float | None]) -> float:
@@ -329,7 +319,7 @@ def usual(values: Iterable[float | None]) -> float:
     return max(counts, key=lambda value: (counts[value], value), default=0.0)
 
 
-def unlike(settings: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
+def unlike(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """Settings, by place, that differ from the setting of most places. If no setting is more
     frequent than the others, all are listed."""
     for key in dict.fromkeys(key for own in settings.values() for key in own):
@@ -356,11 +346,10 @@ def judge(
     if no GPU of the node is at fault.
     """
     kinds = by_kind(rates) if comparable else {}
-    found = [*rate_findings(kinds)]
-    every = {w: gpu for host in hosts.values() for w, gpu in host.get("gpus", {}).items()}
-    found += gpu_findings(every)
-    partly = {node(f.where) for f in found if f.cause == "gpu" and f.where not in hosts}
-    found = [f for f in found if f.where not in partly]
+    gpus = {where: gpu for host in hosts.values() for where, gpu in host.get("gpus", {}).items()}
+    found = [*rate_findings(kinds), *gpu_findings(gpus)]
+    with_bad_gpu = {node(f.where) for f in found if f.cause == "gpu" and f.where not in hosts}
+    found = [f for f in found if f.where not in with_bad_gpu]
     found += [*load_findings(hosts), *table_findings(kinds), *host_findings(hosts)]
     faults: dict[str, Finding] = {}
     remarks: dict[str, list[str]] = defaultdict(list)

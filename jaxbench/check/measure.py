@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxbench.base.hardware import Gpu
 from jaxbench.base.outliers import robust_deviation
-from jaxbench.check.judge import BETWEEN_NODES, IN_NODE, SUSTAINED, Rate
+from jaxbench.check.judge import BETWEEN_NODES, IN_NODE, SUSTAINED, Rate, node
 from jaxbench.cluster import job
 from jaxbench.cluster.timing import collective_kinds, device_seconds, repeated
 from jaxbench.forecast.costs import Measured
@@ -34,11 +34,11 @@ OF_MEDIAN = 1.253
 
 
 @dataclass(frozen=True)
-class Sample:
+class Sizes:
     """Sizes and repetitions. `side` is the side of a square matmul, `moved` the bytes that a
     kernel moves, `sent` the bytes of an exchange or of a collective's whole buffer, and `most` the
     bytes of the largest collective by size. The others say how often something is repeated in a
-    row: matmuls, copies in a GPU's memory, links inside a node, and links outside of it."""
+    row: matmuls, copies in a GPU's memory, and transfers over a link."""
 
     side: int
     moved: int
@@ -46,30 +46,30 @@ class Sample:
     most: int
     matmuls: int
     copies: int
-    inside: int
-    outside: int
+    transfers: int
 
 
-GPU_SAMPLE = Sample(
-    side=8192, moved=2**30, sent=2**28, most=2**33, matmuls=300, copies=200, inside=20, outside=20
+GPU_SIZES = Sizes(
+    side=8192, moved=2**30, sent=2**28, most=2**33, matmuls=300, copies=200, transfers=20
 )
 """The matmuls take more than 200 ms in bf16, since the power limit acts only after about 50 ms, and
 have a size that the tables have. Copies in memory take 80 ms on an H100, other kinds 14 to 110 ms.
 A host may start the last of eight GPUs, or see its end, a millisecond late; at these durations that
 does not make the GPU look slow."""
 
-CPU_SAMPLE = Sample(
-    side=128, moved=2**16, sent=2**16, most=2**15, matmuls=2, copies=2, inside=2, outside=2
-)
+CPU_SIZES = Sizes(side=128, moved=2**16, sent=2**16, most=2**15, matmuls=2, copies=2, transfers=2)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The devices of a job by node, `[nodes, GPUs]`, and the name of each device."""
+    """The devices of a job by node, `[nodes, GPUs]`, and the name of each device. `gpu` and its
+    `tables` say what rates to expect; they are None for devices that we do not know."""
 
     devices: np.ndarray
     names: Mapping[jax.Device, str]
-    sample: Sample
+    sizes: Sizes
+    gpu: Gpu | None
+    tables: Tables | None
 
     @cached_property
     def mesh(self) -> jax.sharding.Mesh:
@@ -133,43 +133,40 @@ def single(
     return [Rate(kind, unit, (cluster.names[d],), work / s, expected) for d, s in times.items()]
 
 
-def matmuls(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) -> list[Rate]:
+def matmuls(cluster: Cluster, kind: str) -> list[Rate]:
     """Matmuls in bf16 or FP8, at the rate that a GPU sustains under its power limit."""
-    run, teraflop, expected = multiplied(cluster, kind.partition(" ")[0], tables)
+    run, teraflop, expected = prepared_matmuls(cluster, kind.partition(" ")[0])
     return single(cluster, kind, "TFLOP/s", teraflop, run(), expected)
 
 
-def multiplied(
-    cluster: Cluster, name: str, tables: Tables | None
+def prepared_matmuls(
+    cluster: Cluster, dtype: str
 ) -> tuple[Callable[[], Seconds], float, float | None]:
-    """A function that measures matmuls in a format, their TFLOPs, and the expected rate."""
-    n = cluster.sample.side
+    """A function that measures a matmul in bf16 or FP8, its TFLOPs, and the expected rate."""
+    n = cluster.sizes.side
     teraflop, expected = 2 * n**3 / 1e12, None
-    if tables:
-        burst = teraflop / (Grid(tables.values["product", name]).at((n, n, n)) / 1e6)
-        expected = min(burst, *tables.values["sustained", name].values())
+    if cluster.tables:
+        known = cluster.tables.values
+        burst = teraflop / (Grid(known["product", dtype]).at((n, n, n)) / 1e6)
+        expected = min(burst, *known["sustained", dtype].values())
 
-    def bf16(x: jax.Array, w: jax.Array, _: jax.Array) -> jax.Array:
+    def product(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+        if dtype == "fp8":
+            x, w = (a.astype(jnp.bfloat16) * scale[0] for a in (x, w))
         return jnp.einsum("mk,nk->mn", x, w)
 
-    def fp8(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
-        x, w = (a.astype(jnp.bfloat16) * scale[0] for a in (x, w))
-        return jnp.einsum("mk,nk->mn", x, w)
-
-    function, dtype = (fp8, jnp.float8_e4m3fn) if name == "fp8" else (bf16, jnp.bfloat16)
-    arrays = ((n, n), dtype), ((n, n), dtype), ((1,), jnp.bfloat16)
-    return cluster.prepared(function, cluster.sample.matmuls, *arrays), teraflop, expected
+    values = jnp.float8_e4m3fn if dtype == "fp8" else jnp.bfloat16
+    arrays = ((n, n), values), ((n, n), values), ((1,), jnp.bfloat16)
+    return cluster.prepared(product, cluster.sizes.matmuls, *arrays), teraflop, expected
 
 
-def sustained(
-    cluster: Cluster, minutes: float, gpu: Gpu | None, tables: Tables | None
-) -> list[Rate]:
+def sustained(cluster: Cluster, minutes: float) -> list[Rate]:
     """Loads all devices for some minutes: matmuls on each, then an all-reduce over all, again and
     again. The rate of a device is the median of its samples of matmuls."""
-    run, teraflop, expected = multiplied(cluster, "bf16", tables)
-    reduce, _, _ = collective_kinds(cluster.devices.size)["all-reduce"]
-    shape = (cluster.sample.sent // 2,), jnp.bfloat16
-    together = cluster.as_one.prepared(reduce, cluster.sample.outside, shape)
+    run, teraflop, expected = prepared_matmuls(cluster, "bf16")
+    reduce, _ = collective_kinds(cluster.devices.size)["all-reduce"]
+    shape = (cluster.sizes.sent // 2,), jnp.bfloat16
+    together = cluster.as_one.prepared(reduce, cluster.sizes.transfers, shape)
     samples: dict[jax.Device, list[float]] = defaultdict(list)
     end = time.monotonic() + 60 * minutes
     while job.broadcast(f"check of load {next(NUMBERS)}", lambda: time.monotonic() < end):
@@ -183,22 +180,23 @@ def sustained(
     return [replace(rate, noise=error) for rate, error in zip(rates, errors, strict=True)]
 
 
-def copies(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) -> list[Rate]:
+def copies(cluster: Cluster, kind: str) -> list[Rate]:
     """A kernel that reads and writes memory."""
-    moved, expected = cluster.sample.moved, None
-    if tables:
-        line = sorted((size, us) for (size,), us in tables.values["memory", "any"].items())
+    moved, expected = cluster.sizes.moved, None
+    if cluster.tables:
+        known = cluster.tables.values["memory", "any"]
+        line = sorted((size, us) for (size,), us in known.items())
         expected = moved / 1e3 / between(line, moved)
     shape = (moved // 4,), jnp.bfloat16
-    times = cluster.seconds(jnp.negative, cluster.sample.copies, shape)
+    times = cluster.seconds(jnp.negative, cluster.sizes.copies, shape)
     return single(cluster, kind, "GB/s", moved / 1e9, times, expected)
 
 
-def from_host(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) -> list[Rate]:
+def from_host(cluster: Cluster, kind: str) -> list[Rate]:
     """Copies from the host's pinned memory, to all GPUs at once."""
     if jax.default_backend() != "gpu":
         return []
-    size, times = cluster.sample.sent, cluster.sample.outside
+    size, times = cluster.sizes.sent, cluster.sizes.transfers
     on_device = jax.NamedSharding(cluster.mesh, cluster.split)
     pinned = on_device.with_memory_kind("pinned_host")
 
@@ -213,25 +211,24 @@ def from_host(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | Non
             program(x)
         return program(x)
 
-    expected = (gpu and gpu.host) or None
+    expected = (cluster.gpu and cluster.gpu.host) or None
     return single(cluster, kind, "GB/s", times * size / 1e9, cluster.timed(copied, x), expected)
 
 
-def collectives(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) -> list[Rate]:
+def collectives(cluster: Cluster, kind: str) -> list[Rate]:
     """A collective inside each node, in all nodes at once. The rate counts the bytes that one GPU
     sends."""
-    n, size, name = cluster.devices.shape[1], cluster.sample.sent, kind.partition(" ")[0]
+    n, size, name = cluster.devices.shape[1], cluster.sizes.sent, kind.partition(" ")[0]
     if n == 1:
         return []
-    function, _, buffers = collective_kinds(n)[name]
-    us = tables.values["collective", name].get((n, size)) if tables else None
-    work = size * (n - 1) / n / 1e9
+    function, buffers = collective_kinds(n)[name]
+    work, expected = size * (n - 1) / n / 1e9, None
+    if cluster.tables and (us := cluster.tables.values["collective", name].get((n, size))):
+        expected = work / us * 1e6
     shape = (buffers * size // 2 // n,), jnp.bfloat16
-    times = cluster.seconds(function, cluster.sample.inside, shape)
-    nodes = {d: cluster.names[d].partition(" ")[0] for d in times}
+    times = cluster.seconds(function, cluster.sizes.transfers, shape)
     return [
-        Rate(kind, "GB/s", (nodes[d],), work / s, work / us * 1e6 if us else None)
-        for d, s in times.items()
+        Rate(kind, "GB/s", (node(cluster.names[d]),), work / s, expected) for d, s in times.items()
     ]
 
 
@@ -254,26 +251,28 @@ def distances(kind: str, number: int) -> list[int]:
     return sorted({1 << bit for bit in range(bits)} | ({3} if number > 2 else set()))
 
 
-def exchanges(cluster: Cluster, kind: str, gpu: Gpu | None, tables: Tables | None) -> list[Rate]:
+def exchanges(cluster: Cluster, kind: str) -> list[Rate]:
     """Exchanges of each GPU with others of its node, or with GPUs of the same number in other
     nodes, in rounds at the `distances`."""
-    along = 0 if kind == BETWEEN_NODES else 1
-    axis, number = ("nodes", "gpus")[along], cluster.devices.shape[along]
-    size = cluster.sample.sent
-    repeats = (cluster.sample.outside, cluster.sample.inside)[along]
-    shares = tables.values[("network", "nvlink")[along], "direct"] if tables else {}
-    expected = max(shares.values()) * (gpu.nic, gpu.nvlink)[along] if shares and gpu else None
+    between, size = kind == BETWEEN_NODES, cluster.sizes.sent
+    axis, link = ("nodes", "network") if between else ("gpus", "nvlink")
+    number, expected = cluster.mesh.shape[axis], None
+    if cluster.gpu and cluster.tables and (shares := cluster.tables.values[link, "direct"]):
+        peak = cluster.gpu.nic if between else cluster.gpu.nvlink
+        expected = max(shares.values()) * peak
     found = []
     for distance in distances(kind, number):
-        partners = dict(pairs(number, distance))
-        send = partial(jax.lax.ppermute, axis_name=axis, perm=list(partners.items()))
-        times = cluster.seconds(send, repeats, ((size // 2,), jnp.bfloat16))
+        perm = pairs(number, distance)
+        send = partial(jax.lax.ppermute, axis_name=axis, perm=perm)
+        times = cluster.seconds(send, cluster.sizes.transfers, ((size // 2,), jnp.bfloat16))
+        partners = dict(perm)
         for device, seconds in times.items():
-            at = [*cluster.place(device)]
-            if at[along] in partners:
-                at[along] = partners[at[along]]
-                a, b = sorted((cluster.names[device], cluster.names[cluster.devices[tuple(at)]]))
-                far = 0 if along else distance
+            row, column = cluster.place(device)
+            partner = partners.get(row if between else column)
+            if partner is not None:
+                other = cluster.devices[(partner, column) if between else (row, partner)]
+                a, b = sorted((cluster.names[device], cluster.names[other]))
+                far = distance if between else 0
                 found.append(Rate(kind, "GB/s", (a, b), size / 1e9 / seconds, expected, far))
     return found
 
@@ -292,12 +291,12 @@ def by_size(cluster: Cluster) -> list[tuple[str, int, float]]:
     stats = jax.local_devices()[0].memory_stats() or {}
     limit = min(job.all_gather("check of memory", stats.get("bytes_limit", 2**40)))
     found = []
-    for kind, (function, _, buffers) in collective_kinds(n).items() if n > 1 else ():
+    for kind, (function, buffers) in collective_kinds(n).items() if n > 1 else ():
         size = 8
-        while size <= min(cluster.sample.most, limit // 4):
+        while size <= min(cluster.sizes.most, limit // 4):
             shares = 1 if kind == "all-reduce" else n
             if elements := size // 2 // shares * shares:
-                times = min(200, max(5, cluster.sample.sent * cluster.sample.outside // size))
+                times = min(200, max(5, cluster.sizes.sent * cluster.sizes.transfers // size))
                 if jax.default_backend() != "gpu":
                     times = 1  # XLA for CPUs takes a collective out of its loop
                 operand = (buffers * elements // n,), jnp.bfloat16
@@ -317,7 +316,7 @@ def expected_seconds(
     return Measured(gpu, tables, gpus=n).collective(Collective(kind, result, devices))
 
 
-KINDS: dict[str, Callable[[Cluster, str, Gpu | None, Tables | None], list[Rate]]] = {
+KINDS: dict[str, Callable[[Cluster, str], list[Rate]]] = {
     **dict.fromkeys(MATMULS, matmuls),
     "memory": copies,
     "host to GPU": from_host,
@@ -327,7 +326,6 @@ KINDS: dict[str, Callable[[Cluster, str, Gpu | None, Tables | None], list[Rate]]
     IN_NODE: exchanges,
     BETWEEN_NODES: exchanges,
 }
-"""Functions that measure the rates of each kind at the devices of this process. The GPU and the
-tables say what is expected; without an expected rate it is None."""
+"""Functions that measure the rates of each kind at the devices of this process."""
 
 OTHERS = [kind for kind in KINDS if kind not in MATMULS]

@@ -7,7 +7,6 @@ with a fault take no part in what comes next. Needs no JAX.
 """
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -16,23 +15,23 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
 from jaxbench.base.errors import STATUS, RecipeError, counted, listed
-from jaxbench.base.files import owned, write_json
-from jaxbench.base.terminal import Parser, command, console, write
+from jaxbench.base.files import json_object, owned, write_json
+from jaxbench.base.terminal import Parser, command, console, plain_table, write
 from jaxbench.check import acceptance, rows
 from jaxbench.check.arguments import FILE as CHECKED
-from jaxbench.check.judge import Finding, Rate, falls, judge
+from jaxbench.check.judge import Finding, Rate, fall_findings, judge
 from jaxbench.cluster.jobs import environment, slurm
 from jaxbench.recipe.checks import positive
 
 FILE, PAGE = "qualify.json", "qualify.html"
+
+JOB_NAME = f"jaxbench-qualify-{os.getpid()}"
 
 AT_A_TIME = 64
 """Jobs that this command starts at a time."""
@@ -110,9 +109,13 @@ class Stage(NamedTuple):
     """Checks of the same kind: the folder of their records, whether GPUs are loaded for `--minutes`
     and whether collectives are measured by size."""
 
-    name: str
+    folder: str
     loads: bool
     sizes: bool
+
+    def minutes(self, args: argparse.Namespace) -> int:
+        """For how long GPUs are loaded."""
+        return (self.loads and args.minutes) or 0
 
 
 NODES, PAIRS = Stage("nodes", loads=True, sizes=False), Stage("pairs", loads=False, sizes=False)
@@ -158,20 +161,34 @@ class Verdicts:
         """Adds faults and remarks. A fault that is known is not added again."""
         known = {str(fault) for faults in self.faults.values() for fault in faults}
         for finding in found:
-            if str(finding) in known:
-                continue
-            for node in finding.nodes if finding.cause else ():
-                self.faults.setdefault(node, []).append(finding)
-            if finding.cause and not finding.nodes:
+            if finding.cause is None:
+                if str(finding) not in self.remarks:
+                    self.remarks.append(str(finding))
+            elif not finding.nodes:
                 self.links.append(finding)
-            if not finding.cause and str(finding) not in self.remarks:
-                self.remarks.append(str(finding))
+            elif str(finding) not in known:
+                for node in finding.nodes:
+                    self.faults.setdefault(node, []).append(finding)
+
+    def add_unreported(self, checks: Sequence[Check]) -> None:
+        """Adds the checks that have no report. If a check of several nodes fails, no node is known
+        to be at fault."""
+        for check in checks:
+            number = len(check.nodes)
+            name = " - ".join(check.nodes) if number <= 2 else f"{number} nodes together"
+            if check.report is None and check.reached:
+                cause, nodes = ("failed", check.nodes) if number == 1 else ("network", ())
+                self.add([Finding(name, f"the check failed: {check.why}", cause, nodes)])
+            elif check.report is None and number == 1:
+                self.unreached[name] = check.why
+            elif check.report is None:
+                self.unchecked.append(f"{name}: {check.why}")
 
     @property
     def ordered(self) -> list[str]:
         """The nodes, those that fail first, then those that were not reached."""
         order = {"fail": 0, "not reached": 1, "pass": 2}
-        return sorted(self.nodes, key=lambda node: order[self.of(node)[0]])
+        return sorted(self.nodes, key=lambda node: order[self.verdict_of(node)[0]])
 
     @property
     def hosts(self) -> dict[str, dict[str, Any]]:
@@ -179,13 +196,7 @@ class Verdicts:
         reports = reversed(self.reports)
         return {node: host for report in reports for node, host in report["hosts"].items()}
 
-    @property
-    def gpus(self) -> dict[str, str]:
-        """Where each GPU is, by serial number."""
-        every = (gpu for host in self.hosts.values() for gpu in host["gpus"].items())
-        return {str(told["serial"]): where for where, told in every if told.get("serial")}
-
-    def of(self, node: str) -> tuple[str, str]:
+    def verdict_of(self, node: str) -> tuple[str, str]:
         """(verdict, why) of a node."""
         if node in self.unreached:
             return "not reached", self.unreached[node]
@@ -207,8 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, signal.default_int_handler)
-    with ExitStack() as held:
-        held.enter_context(owned(args.output))
+    with owned(args.output):
         try:
             found = qualify(nodes, args)
             tell_failures(found, args)
@@ -218,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(note, file=sys.stderr)
             return 130
     show(found)
-    verdicts = {name: found.of(name) for name in found.ordered}
+    verdicts = {name: found.verdict_of(name) for name in found.ordered}
     notes = [*map(str, found.links), *found.unchecked, *found.remarks]
     path = args.output / PAGE
     write(acceptance.page(verdicts, found.hosts, found.reports, notes, found.rows), path)
@@ -248,50 +258,32 @@ def qualify(nodes: Sequence[str], args: argparse.Namespace) -> Verdicts:
     nodes together show is no fault of a node: all of them together are judged at last."""
     found = Verdicts(nodes)
     alone = run_checks([(node,) for node in nodes], NODES, args)
-    for check in alone:
-        (node,) = check.nodes
-        if not check.reached:
-            found.unreached[node] = check.why
-        elif check.report is None:
-            found.add([Finding(node, f"the check failed: {check.why}", "failed", (node,))])
-    found.add(judged(alone))
-    found.reports += [check.report for check in alone if check.report]
+    found.add_unreported(alone)
+    found.add(findings_of(alone))
     paired = [check for apart in rounds(found.healthy) for check in run_checks(apart, PAIRS, args)]
-    found.add(failed(paired, found))
-    found.add(judged(paired))
-    *some, everyone = growing(found.healthy)
-    together = [check for group in some for check in run_checks([group], SOME, args)]
-    if len(everyone) > 1:
-        together += run_checks([everyone], ALL, args)
-    found.add(failed(together, found))
-    found.add(judged(together[len(some) :]))
-    stages = [check.report for check in together if check.report]
-    found.add(falls(stages))
-    found.reports += stages
+    found.add_unreported(paired)
+    found.add(findings_of(paired))
+    *fewer, everyone = growing(found.healthy)
+    some = [check for group in fewer for check in run_checks([group], SOME, args)]
+    every = run_checks([everyone], ALL, args) if len(everyone) > 1 else []
+    found.add_unreported([*some, *every])
+    found.add(findings_of(every))
+    together = [check.report for check in (*some, *every) if check.report]
+    found.add(fall_findings(together))
+    found.reports = [*(check.report for check in alone if check.report), *together]
     return found
 
 
-def failed(checks: Sequence[Check], found: Verdicts) -> Iterator[Finding]:
-    """The findings of checks of several nodes that have no report. No node is known to be at
-    fault."""
-    for check in checks:
-        number = len(check.nodes)
-        name = " - ".join(check.nodes) if number == 2 else f"{number} nodes together"
-        if not check.reached:
-            found.unchecked.append(f"{name}: {check.why}")
-        elif check.report is None:
-            yield Finding(name, f"the check failed: {check.why}", "network")
-
-
-def judged(checks: Iterable[Check]) -> list[Finding]:
+def findings_of(checks: Iterable[Check]) -> list[Finding]:
     """The findings of several checks, as if they were one."""
     reports = [check.report for check in checks if check.report is not None]
     hosts = {node: host for report in reports for node, host in report["hosts"].items()}
     on_gpus = any(report["device"] != "cpu" for report in reports)
-    return judge([rate for report in reports for rate in rates(report)], hosts, comparable=on_gpus)
+    rates = [rate for report in reports for rate in rates_of(report)]
+    return judge(rates, hosts, comparable=on_gpus)
 
 
-def rates(report: Mapping[str, Any]) -> Iterator[Rate]:
+def rates_of(report: Mapping[str, Any]) -> Iterator[Rate]:
     """The rates of a check.json."""
     for kind, entry in report["rates"].items():
         for ends, value in entry["values"].items():
@@ -328,39 +320,38 @@ def run_checks(
 ) -> list[Check]:
     """Runs a check on each group of nodes, many at a time, unless the folder has its report
     already. No node is in two groups. Cancels all jobs if it is interrupted."""
-    name = f"jaxbench-qualify-{os.getpid()}"
     began = time.monotonic()
     pool = ThreadPoolExecutor(AT_A_TIME)
     try:
-        futures = [pool.submit(run_check, group, stage, name, args) for group in groups]
+        futures = [pool.submit(run_check, group, stage, args) for group in groups]
         checks = [future.result() for future in futures]
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         with suppress(RecipeError):
-            slurm("scancel", "--me", f"--name={name}")
+            slurm("scancel", "--me", f"--name={JOB_NAME}")
         raise
     pool.shutdown()
     done = sum(check.report is not None for check in checks)
     minutes = (time.monotonic() - began) / 60
     what = {NODES: "node", PAIRS: "pair"}.get(stage) or f"group of {len(groups[0])} nodes"
-    print(f"{stage.name}: {done} of {counted(len(groups), what)} checked, {minutes:.1f} minutes")
+    print(f"{stage.folder}: {done} of {counted(len(groups), what)} checked, {minutes:.1f} minutes")
     return checks
 
 
-def run_check(nodes: tuple[str, ...], stage: Stage, name: str, args: argparse.Namespace) -> Check:
+def run_check(nodes: tuple[str, ...], stage: Stage, args: argparse.Namespace) -> Check:
     """The check of some nodes, from the folder or from a job."""
-    folder = args.output / stage.name / (str(len(nodes)) if stage.sizes else "-".join(nodes))
-    report, minutes = read(folder), (stage.loads and args.minutes) or 0
+    folder = args.output / stage.folder / (str(len(nodes)) if stage.sizes else "-".join(nodes))
+    report = read(folder)
     if (
         report is None
         or {*report["hosts"]} != {*nodes}  # of nodes that are healthy no longer
-        or (report.get("minutes") or 0) < minutes
+        or (report.get("minutes") or 0) < stage.minutes(args)
     ):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CHECKED).unlink(missing_ok=True)
         done = subprocess.run(
-            srun(nodes, folder, name, args, minutes, stage.sizes), env=environment(),
-            capture_output=True, text=True, stdin=subprocess.DEVNULL, start_new_session=True,
+            srun(nodes, folder, stage, args), env=environment(), capture_output=True, text=True,
+            stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         (folder / "log.txt").write_text(done.stdout + done.stderr)
         if (report := read(folder)) is None:
@@ -372,34 +363,27 @@ def run_check(nodes: tuple[str, ...], stage: Stage, name: str, args: argparse.Na
     return Check(nodes, report)
 
 
-def srun(
-    nodes: tuple[str, ...], folder: Path, name: str, args: argparse.Namespace, minutes: int,
-    sizes: bool,
-) -> list[str]:  # fmt: skip
-    """The command that checks some nodes in a job of their own, which loads them for some
-    minutes."""
-    processes = 1 if args.cpu_devices else args.gpus_per_node
+def srun(nodes: tuple[str, ...], folder: Path, stage: Stage, args: argparse.Namespace) -> list[str]:
+    """The command that checks some nodes in a job of their own."""
+    minutes = stage.minutes(args)
     options = {
-        "job-name": name, "nodelist": ",".join(nodes), "nodes": len(nodes),
-        "ntasks-per-node": processes, "immediate": 60 * args.wait, "time": args.limit + minutes,
-        "mem": 0, "account": args.account, "partition": args.partition,
+        "job-name": JOB_NAME, "nodelist": ",".join(nodes), "nodes": len(nodes),
+        "ntasks-per-node": 1 if args.cpu_devices else args.gpus_per_node,
+        "immediate": 60 * args.wait, "time": args.limit + minutes, "mem": 0,
+        "account": args.account, "partition": args.partition,
         "gres": args.gres and f"gpu:{args.gres}",
     }  # fmt: skip
     words = [f"--{key}={value}" for key, value in options.items() if value is not None]
     devices = f"--cpu-devices={args.cpu_devices}" if args.cpu_devices else "--local-devices=1"
     check = [sys.executable, "-m", "jaxbench", "check", devices, f"--output={folder.absolute()}"]
-    check += [*([f"--minutes={minutes}"] if minutes else []), *(["--sizes"] if sizes else [])]
+    check += [*([f"--minutes={minutes}"] if minutes else []), *(["--sizes"] if stage.sizes else [])]
     return ["srun", "--exclusive", *words, *(f"--{option}" for option in args.srun), *check]
 
 
 def read(folder: Path) -> dict[str, Any] | None:
     """The report of a check that has ended; None if there is none."""
-    try:
-        report = json.loads((folder / CHECKED).read_text())
-    except (OSError, ValueError):
-        return None
-    complete = isinstance(report, dict) and {"rates", "hosts", "device"} <= report.keys()
-    return report if complete else None
+    report = json_object(folder / CHECKED)
+    return report if {"rates", "hosts", "device"} <= report.keys() else None
 
 
 def tell_failures(found: Verdicts, args: argparse.Namespace) -> None:
@@ -407,45 +391,47 @@ def tell_failures(found: Verdicts, args: argparse.Namespace) -> None:
     they last passed. If most nodes fail because their check ends with an error, it runs the command
     for none of these: the cause is then probably the same, such as an option that is missing."""
     path = args.output / FILE
-    told: set[str] = set()
-    before: dict[str, Any] = {}
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        written = json.loads(path.read_text())
-        told = {*written["told"]} - {*found.healthy}
-        before = dict(written["gpus"])
-    gpus = followed(found, before)
-
-    def keep() -> None:
-        verdicts = {n: dict(zip(("verdict", "why"), found.of(n), strict=True)) for n in found.nodes}
-        about = {"links": [*map(str, found.links)], "not_checked": found.unchecked}
-        write_json(path, {"nodes": verdicts, **about, "gpus": gpus, "told": sorted(told)})
-
-    keep()
-    ended = [node for node, faults in found.faults.items() if faults[0].cause == "failed"]
-    if args.on_fail and len(ended) > max(1, len(found.nodes) / 2):
+    before = json_object(path)
+    told = {*before.get("told", ())} - {*found.healthy}
+    verdicts = {node: found.verdict_of(node) for node in found.nodes}
+    content = {
+        "nodes": {
+            node: {"verdict": verdict, "why": why} for node, (verdict, why) in verdicts.items()
+        },
+        "links": [*map(str, found.links)],
+        "not_checked": found.unchecked,
+        "gpus": follow_gpus(found, before.get("gpus", {})),
+    }
+    write_json(path, content | {"told": sorted(told)})
+    if not args.on_fail:
+        return
+    errors = [node for node, faults in found.faults.items() if faults[0].cause == "failed"]
+    if len(errors) > max(1, len(found.nodes) / 2):
         why = "most checks ended with an error, probably for a common reason"
-        print(f"warning: --on-fail is not run for {counted(len(ended), 'node')}: {why}",
+        print(f"warning: --on-fail is not run for {counted(len(errors), 'node')}: {why}",
               file=sys.stderr)  # fmt: skip
     else:
-        ended = []
+        errors = []
     for node, faults in found.faults.items():
-        if args.on_fail and node not in told and node not in ended:
-            about = {"NODE": node, "CAUSE": faults[0].cause or "", "EVIDENCE": found.of(node)[1]}
+        if node not in told and node not in errors:
+            about = {"NODE": node, "CAUSE": faults[0].cause or "", "EVIDENCE": verdicts[node][1]}
             done = subprocess.run(args.on_fail, shell=True, env=environment() | about)
             if done.returncode:
                 print(f"warning: --on-fail for {node}: exit status {done.returncode}",
                       file=sys.stderr)  # fmt: skip
                 continue
             told.add(node)
-            keep()
+            write_json(path, content | {"told": sorted(told)})
 
 
-def followed(found: Verdicts, before: Mapping[str, Any]) -> dict[str, Any]:
+def follow_gpus(found: Verdicts, before: Mapping[str, Any]) -> dict[str, Any]:
     """Each GPU by its serial number: `where` it is, and all `faults` that it has had, by place. A
     GPU that had faults in another place is a remark."""
-    gpus = {serial: dict(known) for serial, known in before.items()}
+    gpus = dict(before)
     faults = [fault for some in found.faults.values() for fault in some]
-    for serial, where in found.gpus.items():
+    every = (gpu for host in found.hosts.values() for gpu in host["gpus"].items())
+    places = {str(facts["serial"]): where for where, facts in every if facts.get("serial")}
+    for serial, where in places.items():
         past = dict(gpus.get(serial, {}).get("faults", {}))
         if elsewhere := [str(fault) for place in past if place != where for fault in past[place]]:
             said = "; ".join(elsewhere)
@@ -459,26 +445,23 @@ def followed(found: Verdicts, before: Mapping[str, Any]) -> dict[str, Any]:
 def show(found: Verdicts) -> None:
     """Prints the table of nodes, those that fail first, the largest collectives by number of nodes,
     and how many nodes there are of each kind."""
-    grid = Table("node", "verdict", "why", box=None, pad_edge=False, header_style="bold")
+    nodes = plain_table("node", "verdict", "why")
     for node in found.ordered:
-        grid.add_row(node, *found.of(node))
-    console().print(grid)
-    by_nodes = Table("collective", box=None, pad_edge=False, header_style="bold")
-    for heading in ("nodes", "bytes", "busbw GB/s", "expected"):
-        by_nodes.add_column(heading, justify="right")
-    for rate in (rates := acceptance.by_nodes(found.reports)):
-        cells = ("" if rate[key] is None else f"{rate[key]:.4g}" for key in ("busbw", "expected"))
-        by_nodes.add_row(rate["collective"], str(rate["nodes"]), str(rate["bytes"]), *cells)
-    if rates:
-        console().print(by_nodes)
-    for link in found.links:
-        print(f"link: {link}")
-    for remark in found.remarks:
-        print(f"remark: {remark}")
-    for row in found.rows:
-        print(f"row: {row['recipe']}: {row['verdict']}: {row['reason']}")
-    for line in found.unchecked:
-        print(f"not checked: {line}")
+        nodes.add_row(node, *found.verdict_of(node))
+    console().print(nodes)
+    collectives = plain_table("collective", figures=("nodes", "bytes", "busbw GB/s", "expected"))
+    for line in acceptance.by_nodes(found.reports):
+        rates = ("" if line[key] is None else f"{line[key]:.4g}" for key in ("busbw", "expected"))
+        collectives.add_row(line["collective"], str(line["nodes"]), str(line["bytes"]), *rates)
+    if collectives.row_count:
+        console().print(collectives)
+    ran = [f"{row['recipe']}: {row['verdict']}: {row['reason']}" for row in found.rows]
+    for name, lines in (
+        ("link", found.links), ("remark", found.remarks), ("row", ran),
+        ("not checked", found.unchecked),
+    ):  # fmt: skip
+        for said in lines:
+            print(f"{name}: {said}")
     print(
         f"qualify: {len(found.healthy)} pass, {len(found.faults)} fail, "
         f"{len(found.unreached)} not reached, of {counted(len(found.nodes), 'node')}"

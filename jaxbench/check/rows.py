@@ -2,7 +2,6 @@
 `launch/submit.sh`. Needs no JAX."""
 
 import argparse
-import json
 import re
 import shlex
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 
 import jaxbench
 from jaxbench.base.errors import RecipeError, counted
-from jaxbench.base.files import write_json
+from jaxbench.base.files import json_object, write_json
 from jaxbench.cluster.jobs import environment, queue, slurm
 from jaxbench.recipe import recipes
 from jaxbench.report import command as reporting
@@ -30,21 +29,25 @@ def submit(
     """Submits a benchmark on the first of some nodes with `launch/submit.sh`. Returns the job's id,
     its folder and its nodes; with the option `--dry-run` id and folder are empty. Raises
     RecipeError with the launcher's message."""
-    recipe, *words = parsed(row)
+    try:
+        recipe, *words = shlex.split(row) or [""]
+    except ValueError as error:
+        raise RecipeError(f"--row {row!r}: {error}") from error
     named = re.search(r"--gpus[ =](\d+)", " ".join(words))
     per_node = args.cpu_devices or args.gpus_per_node
     have = len(nodes) * per_node
-    if named is None:
+    if named:
+        gpus = int(named[1])
+    else:
         known = (n for n in recipes.load(recipe).rows if isinstance(n, int))
-        counts = [n for n in known if min(2, have) <= n <= have]
-        if not counts:
+        fitting = [n for n in known if min(2, have) <= n <= have]
+        if not fitting:
             raise RecipeError(f"--row {row!r}: no row of it is for 2 to {have} GPUs; add --gpus")
-    gpus = int(named[1]) if named else max(counts)
-    first = [*nodes[: -(-gpus // per_node)]]
+        gpus = max(fitting)
     if gpus > have:
-        raise RecipeError(
-            f"--row {row!r}: {gpus} GPUs, but {counted(len(nodes), 'node')} have {have}"
-        )
+        message = f"{gpus} GPUs, but {counted(len(nodes), 'node')} have {have}"
+        raise RecipeError(f"--row {row!r}: {message}")
+    first = [*nodes[: -(-gpus // per_node)]]
     variables = {
         "GPUS_PER_NODE": per_node, "SBATCH_ACCOUNT": args.account,
         "SBATCH_PARTITION": args.partition, "SBATCH_GPUS_PER_NODE": args.gres,
@@ -62,29 +65,17 @@ def submit(
     return (job[1], str(Path(job[2]).absolute()), first) if job else ("", "", first)
 
 
-def parsed(row: str) -> list[str]:
-    """The words of a row: a recipe and options. Raises RecipeError."""
-    try:
-        return shlex.split(row) or [""]
-    except ValueError as error:
-        raise RecipeError(f"--row {row!r}: {error}") from error
-
-
 def run(row: str, nodes: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
     """The result of a benchmark, as `jaxbench report` has it: of the job in `rows.json` if that was
     made on nodes among these, and is in Slurm's queue or has a result; else of a new job. Cancels
     the job if it is interrupted."""
     path = args.output / FILE
-    jobs: dict[str, tuple[str, str, list[str]]] = {}
-    with suppress(OSError, ValueError):
-        jobs = json.loads(path.read_text())
+    jobs = json_object(path)
     try:
-        known, before, made_on = jobs.get(row, ("", "", []))
-        usable = known in queue() or ended_well(before)
-        if not (usable and set(made_on) <= set(nodes)):
-            jobs[row] = submit(row, nodes, args)
+        job, folder, made_on = jobs.get(row, ("", "", []))
+        if not (set(made_on) <= set(nodes) and (job in queue() or ended_well(folder))):
+            job, folder, _ = jobs[row] = submit(row, nodes, args)
             write_json(path, jobs)
-        job, folder, _ = jobs[row]
         print(f"row: {row} is job {job}: {folder}")
         try:
             while waits(job):
@@ -92,7 +83,7 @@ def run(row: str, nodes: Sequence[str], args: argparse.Namespace) -> dict[str, A
         except KeyboardInterrupt:
             slurm("scancel", job)
             raise
-        return line(folder)
+        return result_of(folder)
     except RecipeError as error:
         return {"recipe": row, "verdict": "failed", "reason": str(error), "gpus": None,
                 "step_time_s": None, "published_s": None}  # fmt: skip
@@ -109,11 +100,11 @@ def waits(job: str) -> bool:
 def ended_well(folder: str) -> bool:
     """True if a run in this folder has a result that counts."""
     with suppress(RecipeError):
-        return bool(folder) and line(folder)["verdict"] in ("pass", "slow", "not comparable")
+        return bool(folder) and result_of(folder)["verdict"] in ("pass", "slow", "not comparable")
     return False
 
 
-def line(folder: str) -> dict[str, Any]:
+def result_of(folder: str) -> dict[str, Any]:
     """The line of a run's folder (`report.formats.line`)."""
     (result,) = reporting.report([Path(folder)], None)
     return formats.line(result, "published")

@@ -76,7 +76,7 @@ def check_visible(taken: str, visible: str | None) -> None:
         )
 
 
-def settings() -> str:
+def hidden_by() -> str:
     """The variables that may hide devices from this process, in parentheses."""
     names = ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS")
     given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
@@ -90,13 +90,13 @@ def check_local_devices(expected: int, cpu: bool) -> None:
     were = "was" if expected == 1 else "were"
     if jax.local_devices()[0].platform == "cpu" and not cpu:
         raise RecipeError(
-            f"{where} sees 0 GPUs{settings()}, but {expected} {were} expected: set "
+            f"{where} sees 0 GPUs{hidden_by()}, but {expected} {were} expected: set "
             "SBATCH_GPUS_PER_NODE if the cluster gives out GPUs as a generic resource (gres), or "
             "check the driver (nvidia-smi)"
         )
     if (count := jax.local_device_count()) != expected:
         seen = counted(count, "device")
-        raise RecipeError(f"{where} sees {seen}{settings()}, but {expected} {were} expected")
+        raise RecipeError(f"{where} sees {seen}{hidden_by()}, but {expected} {were} expected")
 
 
 def other_gpu(gpu: Gpu | None) -> str | None:

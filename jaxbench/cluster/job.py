@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from jaxbench.base.errors import STATUS, RecipeError, RunFailed, cause_of, listed
+from jaxbench.cluster.ending import tell
 from jaxbench.cluster.membership import Membership, membership
-from jaxbench.cluster.messages import tell
 from jaxbench.jax_internals import coordination_client
 
 ARRIVAL_S = 900.0

@@ -10,11 +10,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from jaxbench.base import files
 from jaxbench.base.errors import RecipeError, counted
-from jaxbench.base.terminal import Parser, command, console
+from jaxbench.base.terminal import Parser, command, console, plain_table
 
 EXAMPLES = """
     jaxbench jobs                            every job of the stage folder
@@ -83,20 +81,14 @@ def moment(text: str) -> datetime:
         raise argparse.ArgumentTypeError(message) from None
 
 
-def queue() -> Queue:
-    """This user's jobs in Slurm's queue. Raises RecipeError if Slurm does not answer, since jobs
-    would seem lost."""
-    answer = slurm("squeue", "--me", "--noheader", "--format=%A|%T|%M|%R")
-    return {line.split("|")[0]: line.split("|")[1:] for line in answer.split("\n") if line}
-
-
-LOST = "it left Slurm's queue without an end in its record: its first node may be lost"
-
 OPTIONS = re.compile(
     r"SLURM_(?!CONF$|CLUSTERS$|JWT$)|(SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SCONTROL)_"
 )
 """Beginnings of variables that are options of Slurm's commands. They come from a shell's profile,
 or from an allocation around it."""
+
+
+NO_SLURM = "there is no {} here; on one host use launch/run.sh --config RECIPE"
 
 
 def environment() -> dict[str, str]:
@@ -105,18 +97,25 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not OPTIONS.match(name)}
 
 
-def slurm(*command: str) -> str:
-    """Returns the output of a command of Slurm. If it fails, raises RecipeError with its
-    message."""
+def slurm(*command: str, script: str | None = None) -> str:
+    """Returns the output of a command of Slurm, which gets a batch script as its input. If it
+    fails, raises RecipeError with its message."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment())
+        done = subprocess.run(
+            command, input=script, capture_output=True, text=True, env=environment()
+        )
     except FileNotFoundError as error:
-        raise RecipeError(
-            f"there is no {command[0]} here; on one host use launch/run.sh --config RECIPE"
-        ) from error
+        raise RecipeError(NO_SLURM.format(command[0])) from error
     if done.returncode:
         raise RecipeError(f"{command[0]}: {' '.join(done.stderr.split())}")
     return done.stdout
+
+
+def queue() -> Queue:
+    """This user's jobs in Slurm's queue. Raises RecipeError if Slurm does not answer, since jobs
+    would seem lost."""
+    answer = slurm("squeue", "--me", "--noheader", "--format=%A|%T|%M|%R")
+    return {line.split("|")[0]: line.split("|")[1:] for line in answer.split("\n") if line}
 
 
 def record_of(folder: Path) -> dict[str, Any]:
@@ -127,6 +126,9 @@ def record_of(folder: Path) -> dict[str, Any]:
         return {"status": "pending"}
     except (OSError, ValueError) as error:
         return {"status": "failed", "reason": f"its record cannot be read: {error}"}
+
+
+LOST = "it left Slurm's queue without an end in its record: its first node may be lost"
 
 
 def state(number: str, record: dict[str, Any], queued: Queue) -> str:
@@ -175,13 +177,11 @@ def log(folder: Path) -> Path:
 
 
 def described(folder: Path, queued: Queue) -> dict[str, str]:
-    """A job in words: state, Slurm's state, time and nodes, the completed steps, and its step time
-    or the reason why it ended."""
+    """A job in words: state, Slurm's state, time and nodes, the completed steps, its step time or
+    the reason why it ended, and its folder."""
     record, number = record_of(folder), folder.name
     recipe, ended = record.get("recipe") or {}, record.get("slurm") or {}
-    slurms = queued.get(number) or [
-        str(ended.get(key, "")) for key in ("state", "elapsed", "nodes")
-    ]
+    kept = [str(ended.get(key, "")) for key in ("state", "elapsed", "nodes")]
     seconds = record.get("summary", {}).get("step_time_s", {}).get("mean")
     steps = folder / "steps.jsonl"
     told = state(number, record, queued)
@@ -190,19 +190,12 @@ def described(folder: Path, queued: Queue) -> dict[str, str]:
         "job": number,
         "run": f"{recipe.get('recipe', '')} {recipe.get('gpus', folder.parent.name)} GPUs",
         "state": told,
-        **dict(zip(("Slurm", "elapsed", "nodes"), slurms, strict=False)),
+        **dict(zip(("Slurm", "elapsed", "nodes"), queued.get(number) or kept, strict=False)),
         "steps": f"{count} of {recipe['steps']}" if recipe else "",
         "step s": f"{seconds:.4g}" if seconds else "",
         "why": record.get("reason") or (LOST if told == "lost" else ""),
+        "folder": str(folder),
     }
-
-
-def select(numbers: Sequence[str], known: dict[str, Path]) -> dict[str, Path]:
-    """The jobs with these ids, or all. Raises RecipeError for an unknown id."""
-    if unknown := [number for number in numbers if number not in known]:
-        last = ", ".join([*known][-3:])
-        raise RecipeError(f"job {unknown[0]} has no results; the last jobs that have some: {last}")
-    return {number: known[number] for number in numbers or known}
 
 
 @command
@@ -215,7 +208,10 @@ def main(argv: Sequence[str] | None) -> int:
     if args.action != "list" and filters:
         raise RecipeError(f"jobs {args.action} takes no --state, --since and --json")
     known = folders(args.stage)
-    jobs = select(args.jobs, known)
+    if unknown := [number for number in args.jobs if number not in known]:
+        last = ", ".join([*known][-3:])
+        raise RecipeError(f"job {unknown[0]} has no results; the last jobs that have some: {last}")
+    jobs = {number: known[number] for number in args.jobs or known}
     if args.action == "log":
         paths = [str(log(folder)) for folder in jobs.values()]
         follow = ["-F"] if jobs.keys() & queue().keys() else []
@@ -224,23 +220,23 @@ def main(argv: Sequence[str] | None) -> int:
         slurm("scancel", *jobs)
         return 0
     queued = queue()
-    if args.since:
-        jobs = {number: path for number, path in jobs.items() if began(path) >= args.since}
-    found = {path: described(path, queued) for path in jobs.values()}
-    found = {p: line for p, line in found.items() if line["state"].split(":")[0] in args.state}
+    found = [
+        described(folder, queued) for folder in jobs.values()
+        if not args.since or began(folder) >= args.since
+    ]  # fmt: skip
+    found = [line for line in found if line["state"].split(":")[0] in args.state]
     if args.json:
-        print(files.as_json([line | {"folder": str(path)} for path, line in found.items()]), end="")
-        return 0
-    if args.action == "status":
-        for folder, line in found.items():
-            for name, value in {**line, "folder": str(folder)}.items():
+        print(files.as_json(found), end="")
+    elif args.action == "status":
+        for line in found:
+            for name, value in line.items():
                 print(f"{name:8} {value}")
-        return 0
-    if not found:
+    elif not found:
         print(f"none of {counted(len(known), 'job')} is as asked")
-        return 0
-    table = Table(*next(iter(found.values())), box=None, pad_edge=False, header_style="bold")
-    for line in found.values():
-        table.add_row(*line.values())
-    console().print(table)
+    else:
+        *columns, _ = found[0]  # without the folder
+        grid = plain_table(*columns)
+        for line in found:
+            grid.add_row(*(line.get(name, "") for name in columns))
+        console().print(grid)
     return 0

@@ -7,30 +7,25 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 ROUNDS = 4
 """The number of rounds; the fastest round counts."""
 
 
-def collective_kinds(n: int) -> dict[str, tuple[Callable[..., Any], PartitionSpec, int]]:
-    """Collectives among n GPUs along an axis `gpus`: function, spec of the result, and size of the
-    operands of all GPUs in buffers. Operands are split."""
-    split = PartitionSpec("gpus")
-    kinds: dict[str, tuple[Callable[..., Any], PartitionSpec, int]] = {
-        "all-gather": (partial(jax.lax.all_gather, tiled=True), PartitionSpec(), 1),
-        "all-reduce": (jax.lax.psum, PartitionSpec(), n),
-        "reduce-scatter": (partial(jax.lax.psum_scatter, tiled=True), split, n),
-        "all-to-all": (partial(_exchange, n), split, n),
+def collective_kinds(n: int) -> dict[str, tuple[Callable[[jax.Array], jax.Array], int]]:
+    """Collectives among n GPUs along an axis `gpus`, as functions of the part that each GPU has;
+    and the size of the operands of all GPUs in buffers."""
+    kinds: dict[str, tuple[Callable[..., jax.Array], int]] = {
+        "all-gather": (partial(jax.lax.all_gather, tiled=True), 1),
+        "all-reduce": (jax.lax.psum, n),
+        "reduce-scatter": (partial(jax.lax.psum_scatter, tiled=True), n),
+        "all-to-all": (_exchange, n),
     }
-    return {
-        name: (partial(function, axis_name="gpus"), spec, buffers)
-        for name, (function, spec, buffers) in kinds.items()
-    }
+    return {name: (partial(call, axis_name="gpus"), times) for name, (call, times) in kinds.items()}
 
 
-def _exchange(n: int, x: jax.Array, axis_name: str) -> jax.Array:
-    parts = x.reshape(n, -1)
+def _exchange(x: jax.Array, axis_name: str) -> jax.Array:
+    parts = x.reshape(jax.lax.axis_size(axis_name), -1)
     return jax.lax.all_to_all(parts, axis_name, 0, 0, tiled=True).reshape(-1)
 
 

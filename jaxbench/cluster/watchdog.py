@@ -43,23 +43,23 @@ KEY = "jaxbench/progress"
 
 @dataclass(frozen=True)
 class Progress:
-    """What a process does: its phase, the last steps that it queued and completed, and how often it
-    has posted this."""
+    """What a process does: its phase, the last steps that it queued and completed (-1 for none),
+    and how often it has posted this."""
 
     rank: int
     host: str
     phase: str = "starting"
-    started: int | None = None
-    completed: int | None = None
+    started: int = -1
+    completed: int = -1
     posts: int = 0
 
-    def state(self) -> tuple[str, int | None, int | None]:
-        return self.phase, self.started, self.completed
-
+    @property
     def steps(self) -> tuple[int, int]:
-        """The last steps that were queued and completed; -1 for none."""
-        started, completed = self.started, self.completed
-        return -1 if started is None else started, -1 if completed is None else completed
+        return self.started, self.completed
+
+    @property
+    def state(self) -> tuple[str, int, int]:
+        return self.phase, self.started, self.completed
 
 
 def describe(processes: list[Progress]) -> str:
@@ -67,7 +67,7 @@ def describe(processes: list[Progress]) -> str:
     return listed(
         (
             f"rank {p.rank} on {p.host} ({p.phase}, last completed step "
-            f"{'none' if p.completed is None else p.completed})"
+            f"{'none' if p.completed < 0 else p.completed})"
             for p in processes
         ),
         8,
@@ -80,7 +80,7 @@ class Standstill:
 
     def __init__(self, processes: int, timeout: float):
         self._processes, self._timeout = processes, timeout
-        self._states: dict[int, tuple] | None = None
+        self._states: dict[int, tuple[str, int, int]] | None = None
         self._read: float | None = None
         self._moved = 0.0
         self._posts: dict[int, tuple[int, float]] = {}
@@ -93,7 +93,7 @@ class Standstill:
         If all ranks post, it names the ranks that are furthest behind. Their phase decides how long
         they may take, since the others wait for them.
         """
-        states = {process.rank: process.state() for process in posted}
+        states = {process.rank: process.state for process in posted}
         if self._states not in (None, states):
             self._moved = idle
         self._states = states
@@ -108,10 +108,10 @@ class Standstill:
         since = idle - self._timeout / 2
         if silent := [process for process in live if self._posts[process.rank][1] < since]:
             return f"no sign of life for {self._timeout / 2:g} s from {describe(silent)}"
-        last = min((process.steps() for process in live), default=None)
-        behind = [process for process in live if process.steps() == last]
+        last = min((process.steps for process in live), default=None)
+        behind = [process for process in live if process.steps == last]
         missing = sorted(set(range(self._processes)) - states.keys())
-        training = all(p.phase == "training" and p.completed is not None for p in behind)
+        training = all(p.phase == "training" and p.completed >= 0 for p in behind)
         limit = self._timeout * (1 if training and not missing else SLOW)
         if still <= limit:
             return None
@@ -132,8 +132,7 @@ class Watchdog:
 
     def __init__(self, timeout: float | None = None, hung: Callable[[str], None] = lambda _: None):
         self.phase = "starting"
-        self.started: int | None = None
-        self.completed: int | None = None
+        self.started = self.completed = -1
         self._hung = hung
         self._ending = threading.Lock()
         self._ender: int | None = None
@@ -202,19 +201,15 @@ class Watchdog:
                 if (posted := self._read()) is not None:
                     answered = idle
                     reason = standstill.reason(posted, idle / share)
+                elif idle > share * self._timeout and idle - answered > self._timeout / 2:
+                    where = f"rank 0 on {coordinator()}"  # a thread of which is the coordinator
+                    reason = f"no sign of life for {self._timeout / 2:g} s from {where}"
                 else:
-                    reason = self._unanswered(idle / share, idle - answered)
+                    reason = None
                 if reason and self._is_first():
                     within(RECORD_S, partial(self._hung, reason))
                     os._exit(STATUS["hang"])
         self._post()
-
-    def _unanswered(self, idle: float, silent: float) -> str | None:
-        """The reason to end if the coordinator, a thread of rank 0, has not answered for some time;
-        else None. `idle` and `silent` are seconds."""
-        if idle <= self._timeout or silent <= self._timeout / 2:
-            return None
-        return f"no sign of life for {self._timeout / 2:g} s from rank 0 on {coordinator()}"
 
     def _post(self) -> bool:
         """Posts the progress of this process. Returns whether it made any since the last time."""
@@ -227,7 +222,7 @@ class Watchdog:
         if client is not None:
             key = f"{KEY}/{before.rank}"
             self._ask("post", lambda: client.key_value_set(key, text, allow_overwrite=True))
-        return self._posted.state() != before.state()
+        return self._posted.state != before.state
 
     def _read(self) -> list[Progress] | None:
         """What all processes posted last, by rank. None if the coordinator does not answer."""
@@ -253,10 +248,8 @@ def parse(pairs: list[tuple[str, str]], processes: int) -> list[Progress]:
     for key, text in pairs:
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             process = Progress(**json.loads(text))
-            types = tuple(map(type, astuple(process)))
-            right = types[:3] == (int, str, str) and types[5] is int
-            right &= set(types[3:5]) <= {int, type(None)} and process.rank in range(processes)
-            if right and key == f"{KEY}/{process.rank}":
+            right = [*map(type, astuple(process))] == [int, str, str, int, int, int]
+            if right and process.rank in range(processes) and key == f"{KEY}/{process.rank}":
                 found[process.rank] = process
     return [found[rank] for rank in sorted(found)]
 

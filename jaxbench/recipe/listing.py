@@ -9,7 +9,7 @@ from rich.table import Table
 
 from jaxbench.base import hardware
 from jaxbench.base.errors import RecipeError, counted, meant
-from jaxbench.base.terminal import Parser, command, completes, console
+from jaxbench.base.terminal import Parser, command, completes, console, plain_table
 from jaxbench.recipe import planned, published, recipes
 
 EXAMPLES = """
@@ -122,7 +122,7 @@ def select(
 
 def overview(lines: Sequence[dict[str, Any]]) -> Table:
     """A line for each model: its precisions, and the numbers of GPUs of its rows."""
-    grid = Table(box=None, pad_edge=False, header_style="bold")
+    grid = plain_table()
     for heading in ("model", "precisions", "GPUs"):
         grid.add_column(heading, no_wrap=heading == "model")
     models: dict[str, list[dict[str, Any]]] = {}
@@ -145,7 +145,7 @@ def table(lines: Sequence[dict[str, Any]], width: int) -> tuple[Table, Sequence[
     """The rows as a table for a terminal of `width` characters, and the columns that it has no
     room for."""
     shown = next(count for least, count in WIDTHS.items() if width >= least)
-    grid = Table(box=None, pad_edge=False, header_style="bold")
+    grid = plain_table()
     for heading in COLUMNS[:shown]:
         text = heading in ("recipe", "GPU", "mesh")
         grid.add_column(heading, justify="left" if text else "right", no_wrap=heading != "mesh")

@@ -35,16 +35,15 @@ def find(path: Path) -> Iterator[RunData]:
     for a file that is neither a log nor a table."""
     if path.suffix == ".csv" and path.is_file():
         yield from published_runs(path)
-    elif path.is_file():
-        if (run := _log(path)) is None:
-            raise RecipeError(
-                f"{path}: neither its name nor its content shows a log of a published script"
-            )
-        yield run
     elif path.is_dir():
         yield from _below(path, set())
-    else:
+    elif not path.is_file():
         raise RecipeError(f"{path}: no such file or folder")
+    elif run := _log(path):
+        yield run
+    else:
+        shows = "neither its name nor its content shows a log of a published script"
+        raise RecipeError(f"{path}: {shows}")
 
 
 def _below(folder: Path, seen: set[Path]) -> Iterator[RunData]:
@@ -61,7 +60,7 @@ def _below(folder: Path, seen: set[Path]) -> Iterator[RunData]:
                 yield from _below(child, seen)
             elif not ours and _is_log(child) and child.resolve() not in seen:
                 seen.add(child.resolve())
-                if (run := _log(child)) is not None:
+                if run := _log(child):
                     yield run
     except OSError as error:
         yield _unreadable(folder, error)
@@ -130,78 +129,66 @@ def _order(result: Result) -> tuple[str, str, int, str]:
     return re.split(r"[:(]", r.recipe)[0].strip(), r.dtype or "", r.gpus or 0, r.recipe
 
 
-def _check(arguments: argparse.Namespace, name: str, *formats: str) -> None:
-    """Raises RecipeError for arguments that do not combine with --compare or --history."""
-    if arguments.results or not 0 < arguments.threshold < 100:
-        raise RecipeError(f"{name} takes a threshold between 0 and 100 %, and no RESULTS")
-    if arguments.format not in formats:
-        raise RecipeError(
-            f"{name} has no --format {arguments.format}; expected one of {', '.join(formats)}"
-        )
+def _compared(path: Path, args: argparse.Namespace, option: str, *known: str) -> list[Result]:
+    """The runs to compare with each other. Raises RecipeError for arguments that do not combine
+    with --compare or --history, and for a run of null GPUs, since its times must not stand among
+    other times."""
+    if args.results or not 0 < args.threshold < 100:
+        raise RecipeError(f"{option} takes a threshold between 0 and 100 %, and no RESULTS")
+    if args.format not in known:
+        expected = ", ".join(known)
+        raise RecipeError(f"{option} has no --format {args.format}; expected one of {expected}")
+    results = report([path], args.window)
+    for result in results:
+        if result.run.null:
+            raise RecipeError(f"{result.run.path}: {NULL}; leave it out")
+    return results
 
 
-def _refuse_null(results: list[Result]) -> None:
-    """Raises RecipeError for a run of null GPUs, since its times must not stand among other
-    times."""
-    for path in (r.run.path for r in results if r.run.null):
-        raise RecipeError(f"{path}: {NULL}; leave it out")
+def _compare(args: argparse.Namespace) -> int:
+    a, b = (_compared(path, args, "--compare", "table", "json") for path in args.compare)
+    result = compare(a, b, args.threshold / 100)
+    _write(as_json(result) if args.format == "json" else result.text(), args)
+    return int(result.verdict == "slower")
 
 
-def _compare(arguments: argparse.Namespace) -> tuple[str, bool]:
-    _check(arguments, "--compare", "table", "json")
-    a, b = (report([path], arguments.window) for path in arguments.compare)
-    _refuse_null([*a, *b])
-    result = compare(a, b, arguments.threshold / 100)
-    text = as_json(result) if arguments.format == "json" else result.text()
-    return text, result.verdict == "slower"
-
-
-def _history(arguments: argparse.Namespace) -> str:
-    _check(arguments, "--history", "table", "json", "html")
-    threshold = arguments.threshold / 100
-    results = report([arguments.history], arguments.window)
-    _refuse_null(results)
+def _history(args: argparse.Namespace) -> int:
+    results = _compared(args.history, args, "--history", "table", "json", "html")
+    threshold = args.threshold / 100
     series = history.history(results, threshold)
-    if arguments.format == "json":
-        return history.as_json(series)
-    as_text = page.history_page if arguments.format == "html" else history.text
-    return as_text(series, threshold)
-
-
-def _results(arguments: argparse.Namespace) -> tuple[str | None, list[Result]]:
-    """The report and its results. The text is None if the report is printed in the terminal's own
-    width and colours."""
-    if not arguments.results:
-        raise RecipeError("name RESULTS, or give --compare A B or --history FOLDER")
-    results = report(arguments.results, arguments.window)
-    if arguments.format in formats.TEXTS:
-        lines = [formats.line(r, arguments.flops) for r in results]
-        return formats.TEXTS[arguments.format](lines), results
-    if arguments.format == "html":
-        return page.page(results, arguments.flops), results
-    text = io.StringIO()
-    output = Console(file=text, width=WIDTH, markup=False) if arguments.output else console()
-    terminal.print_report(named(results, arguments.flops), arguments.flops, output)
-    return text.getvalue() if arguments.output else None, results
-
-
-@command
-def main(argv: Sequence[str] | None) -> int:
-    """Prints or writes the report. Returns the exit status."""
-    text: str | None
-    results: list[Result] = []
-    slower = False
-    arguments = make_parser().parse_args(argv)
-    if arguments.compare:
-        text, slower = _compare(arguments)
-    elif arguments.history:
-        text = _history(arguments)
+    if args.format == "json":
+        text = history.as_json(series)
     else:
-        text, results = _results(arguments)
-    if text is not None and arguments.format == "table" and not arguments.output:
+        as_text = page.history_page if args.format == "html" else history.text
+        text = as_text(series, threshold)
+    _write(text, args)
+    return 0
+
+
+def _write(text: str, args: argparse.Namespace) -> None:
+    """Prints a text or a table, or writes it to --output."""
+    if args.format == "table" and not args.output:
         terminal.print_text(text, console())
-    elif text is not None:
-        write(text, arguments.output)
+    else:
+        write(text, args.output)
+
+
+def _report(args: argparse.Namespace) -> int:
+    if not args.results:
+        raise RecipeError("name RESULTS, or give --compare A B or --history FOLDER")
+    results = report(args.results, args.window)
+    if args.format in formats.TEXTS:
+        lines = [formats.line(r, args.flops) for r in results]
+        write(formats.TEXTS[args.format](lines), args.output)
+    elif args.format == "html":
+        write(page.page(results, args.flops), args.output)
+    elif args.output:
+        text = io.StringIO()
+        output = Console(file=text, width=WIDTH, markup=False)
+        terminal.print_report(named(results, args.flops), args.flops, output)
+        write(text.getvalue(), args.output)
+    else:
+        terminal.print_report(named(results, args.flops), args.flops, console())
     bad = sum(r.verdict.bad for r in results)
     if any(r.run.label != "published" for r in results):
         print(
@@ -209,4 +196,13 @@ def main(argv: Sequence[str] | None) -> int:
             f"{bad} failed, interrupted, incomplete or slow",
             file=sys.stderr,
         )
-    return int(slower or bad > 0)
+    return int(bad > 0)
+
+
+@command
+def main(argv: Sequence[str] | None) -> int:
+    """Prints or writes the report. Returns the exit status."""
+    args = make_parser().parse_args(argv)
+    if args.compare:
+        return _compare(args)
+    return _history(args) if args.history else _report(args)

@@ -58,6 +58,7 @@ def read(folder: Path) -> RunData:
 def _run(folder: Path, record: dict[str, Any]) -> RunData:
     recipe, status, device = record["recipe"], record["status"], record["hardware"]["device"]
     batch, dtype = recipe["batch"], str(recipe["precision"]["dtype"])
+    window, counted_flops = _summarized(record.get("summary"))
     published, positive = record["published"], partial(quantity, zero=False)
     if published is not None:
         published["step_time_s"] = positive(published["step_time_s"])
@@ -79,7 +80,7 @@ def _run(folder: Path, record: dict[str, Any]) -> RunData:
         steps=Steps(expected=int(recipe["steps"]), first=int(record.get("first_step", 0))),
         model=titled(f"{recipe['model']['family']} {recipe['model']['size']}", gpu),
         tokens=int(positive(batch["global_batch"]) * positive(batch["sequence_length"])),
-        flops=_flops(record.get("summary")),
+        flops=counted_flops,
         peak_tflops=hardware.peak_tflops(device, dtype),
         published=published,
         failed=None if status in DONE else str(record["reason"] or status),
@@ -92,23 +93,18 @@ def _run(folder: Path, record: dict[str, Any]) -> RunData:
         record=record,
         begins=begins,
         program=first_of_program(record.get("starts", [{}])),
-        recorded_window=_window(record.get("summary")),
+        recorded_window=window,
     )
 
 
-def _window(summary: Any) -> Window | None:
+def _summarized(summary: Any) -> tuple[Window | None, dict[str, float]]:
+    """The window of a summary, and the FLOPs of one GPU and step by convention, from its rates."""
     if not summary:
-        return None
+        return None, {}
     first, last = summary["window"]
-    return int(first), int(last)
-
-
-def _flops(summary: Any) -> dict[str, float]:
-    """FLOPs of one GPU and step by convention, from the rates of a summary."""
-    if not summary:
-        return {}
     mean, rates = quantity(summary["step_time_s"]["mean"]), summary["tflops_per_gpu"]
-    return {name: quantity(rate) * mean * 1e12 for name, rate in rates.items()}
+    counts = {name: quantity(rate) * mean * 1e12 for name, rate in rates.items()}
+    return (int(first), int(last)), counts
 
 
 def _add_step(run: RunData, line: str) -> None:

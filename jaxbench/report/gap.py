@@ -96,12 +96,9 @@ def _devices(run: RunData) -> Iterator[Part]:
     clocks = [gpu.clock for gpu in every if gpu.clock]
     if clocks and seconds:
         slower = statistics.median(1 / clock for clock in clocks)  # as in `slowdowns`
-        yield Part(
-            "clocks",
-            seconds * (slower - 1),
-            f"{100 / slower:.1f} % of the highest clock, during {of}",
-            f"clocks at {100 / slower:.1f} %",
-        )
+        percent = f"{100 / slower:.1f} %"
+        why = f"{percent} of the highest clock, during {of}"
+        yield Part("clocks", seconds * (slower - 1), why, f"clocks at {percent}")
         seconds *= slower
     slow: list[tuple[float, str, str]] = []
     if clocks or any(gpu.products_s for gpu in every):
@@ -121,17 +118,14 @@ def _links(run: RunData) -> Iterator[Part]:
     """The part of collectives and copies for which kernels wait longer than in the forecast of the
     profiled program. Among several ranks the one with the least additional wait counts, since the
     others wait for it too."""
-    waits = [(compared.waits, compared) for compared in run.profiles]
-    longer = [(part.longer_s, part, compared) for part, compared in waits if part]
-    if longer:
-        lost, part, compared = min(longer, key=lambda each: each[0])
-        yield Part(
-            "exposed communication",
-            lost,
-            f"{compared.rank} waits {part.measured_s:.3f} s for collectives and copies in its "
-            f"profile, {part.forecast_s:.3f} s in the forecast",
-            "waiting for links",
+    waits = [(part, compared.rank) for compared in run.profiles if (part := compared.waits)]
+    if waits:
+        part, rank = min(waits, key=lambda wait: wait[0].longer_s)
+        why = (
+            f"{rank} waits {part.measured_s:.3f} s for collectives and copies in its profile, "
+            f"{part.forecast_s:.3f} s in the forecast"
         )
+        yield Part("exposed communication", part.longer_s, why, "waiting for links")
 
 
 def _host(result: Result) -> Iterator[Part]:
@@ -142,22 +136,12 @@ def _host(result: Result) -> Iterator[Part]:
     recorded = {n: result.run.host_s[n] for n in steps if n in result.run.host_s}
     if not recorded:
         return
-    typical = statistics.median(steps.values())
-    lost = {
-        n: max(0.0, min(host - typical, steps[n] - typical)) for n, (host, _) in recorded.items()
-    }
+    typical, count = statistics.median(steps.values()), len(steps)
+    lost = {n: max(0.0, min(host, steps[n]) - typical) for n, (host, _) in recorded.items()}
     compiled = {n: min(recorded[n][1], seconds) for n, seconds in lost.items()}
-    written = sum(lost.values()) - sum(compiled.values())
-    counts = [sum(s > 0 for s in part.values()) for part in (lost, compiled)]
-    yield Part(
-        "file system",
-        written / len(steps),
-        f"a record took longer than a step in {counts[0] - counts[1]} of {len(steps)} steps",
-        "writing records",
-    )
-    yield Part(
-        "recompilation",
-        sum(compiled.values()) / len(steps),
-        f"something was compiled in {counts[1]} steps",
-        "recompilation",
-    )
+    late, compiling = (sum(s > 0 for s in part.values()) for part in (lost, compiled))
+    why = f"a record took longer than a step in {late - compiling} of {count} steps"
+    in_files = sum(lost.values()) - sum(compiled.values())
+    yield Part("file system", in_files / count, why, "writing records")
+    why = f"something was compiled in {compiling} steps"
+    yield Part("recompilation", sum(compiled.values()) / count, why, "recompilation")

@@ -2,6 +2,7 @@
 of all GPUs by node."""
 
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,16 +76,11 @@ def slowdowns(every: Sequence[Gpu], outlying: bool = True) -> dict[Gpu, float]:
     """The time of each GPU over the time of the typical one, by its clock or by its matmuls alone,
     whichever is larger. It is 1 if the GPU is no outlier. Without `outlying`, every clock
     below the typical one counts, since it is a mean of many samples."""
-    clocks = {gpu: 1 / gpu.clock for gpu in every if gpu.clock}
-    products = {gpu: gpu.products_s for gpu in every if gpu.products_s}
-    slow = dict.fromkeys(every, 1.0)
-    for times in (clocks, products):
-        found = outliers(times, GPU_SPREAD)
-        if times is clocks and not outlying:
-            typical = statistics.median(times.values() or [1.0])
-            found = {gpu: time / typical for gpu, time in times.items()}
-        slow |= {gpu: max(slow[gpu], factor) for gpu, factor in found.items()}
-    return slow
+    times = {gpu: 1 / gpu.clock for gpu in every if gpu.clock}
+    typical = statistics.median(times.values() or [1.0])
+    by_clock = outliers(times, GPU_SPREAD) if outlying else {g: times[g] / typical for g in times}
+    by_matmuls = outliers({gpu: gpu.products_s for gpu in every if gpu.products_s}, GPU_SPREAD)
+    return {gpu: max(1.0, by_clock.get(gpu, 1.0), by_matmuls.get(gpu, 1.0)) for gpu in every}
 
 
 def least_wait(every: Sequence[Gpu]) -> tuple[Gpu, float] | None:
@@ -133,8 +129,9 @@ def heat_maps(every: Sequence[Gpu]) -> tuple[list[dict[str, Any]], list[str]]:
          {g for g in every if late and late[1] and g.rank == late[0].rank}),
     ):  # fmt: skip
         known = {gpu: value for gpu, value in values.items() if value is not None}
-        if len(known) > 1 and bad:
-            pictures.append(_heat_map(title, unit, known, bad, _nodes(every)))
+        outlying = sorted((gpu for gpu in known if gpu in bad), key=lambda gpu: known[gpu])
+        if len(known) > 1 and outlying:
+            pictures.append(_heat_map(title, unit, known, outlying, _nodes(every)))
         elif len(known) > 1:
             least, most = f"{min(known.values()):.1f}", f"{max(known.values()):.1f}"
             spread = f"{least} {unit} everywhere" if least == most else f"{least} to {most} {unit}"
@@ -149,9 +146,9 @@ def _percent(share: float | None) -> float | None:
 def _nodes(every: Sequence[Gpu]) -> dict[str, list[Gpu]]:
     """GPUs by node. All nodes are in their order; if there are too many, only the slowest, with the
     slowest first."""
-    nodes: dict[str, list[Gpu]] = {}
+    nodes: dict[str, list[Gpu]] = defaultdict(list)
     for gpu in every:
-        nodes.setdefault(gpu.node, []).append(gpu)
+        nodes[gpu.node].append(gpu)
     if len(nodes) > MOST_NODES:
         slow = slowdowns(every)
 
@@ -163,10 +160,10 @@ def _nodes(every: Sequence[Gpu]) -> dict[str, list[Gpu]]:
 
 
 def _heat_map(
-    title: str, unit: str, known: dict[Gpu, float], bad: set[Gpu], nodes: dict[str, list[Gpu]],
+    title: str, unit: str, known: dict[Gpu, float], bad: list[Gpu], nodes: dict[str, list[Gpu]],
 ) -> dict[str, Any]:  # fmt: skip
     """A picture: its cells, which are thick lines, one path for normal ones and one for outliers;
-    the nodes' names and the outliers' labels; and what it says in words."""
+    the nodes' names and the labels of the outliers `bad`; and what it says in words."""
     names = [name if len(name) <= CHARACTERS else f"..{name[2 - CHARACTERS :]}" for name in nodes]
     start = 8 + CHARACTER * max(map(len, names))
     end = start + CELL * max(map(len, nodes.values()))
@@ -181,7 +178,7 @@ def _heat_map(
             labels.append((ROW * row + 12, listed(found, LABELLED)))
     normal = [value for gpu, value in known.items() if gpu not in bad]
     others = f"; the others: {min(normal):.1f} to {max(normal):.1f}" if normal else ""
-    outlying = (f"{gpu}: {known[gpu]:.1f}" for gpu in sorted(bad, key=lambda gpu: known[gpu]))
+    outlying = (f"{gpu}: {known[gpu]:.1f}" for gpu in bad)
     return {
         "title": title, "unit": unit, "cells": cells, "labels": labels, "end": end + 4,
         "names": [(ROW * row + 12, name) for row, name in enumerate(names)],

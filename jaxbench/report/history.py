@@ -4,15 +4,14 @@ We compare the last runs with the median of the runs before them, back to the la
 finds a slow drift as well as a jump.
 """
 
-import bisect
-import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from jaxbench.base import files, hardware
 from jaxbench.base.errors import counted, listed
@@ -20,7 +19,7 @@ from jaxbench.base.outliers import DEVIATIONS, robust_deviation
 from jaxbench.pages.charts import Chart, Label, empty_chart
 from jaxbench.report.compare import differences, short
 from jaxbench.report.gpus import gpus, slow_nodes
-from jaxbench.report.named import NO_RESULT, UNDATED
+from jaxbench.report.named import NO_RESULT
 from jaxbench.report.runs import Result
 
 WEEKS = 4
@@ -58,7 +57,7 @@ class Point:
     @property
     def started(self) -> datetime:
         """The time at which the run began."""
-        return self.result.run.started or UNDATED
+        return self.result.run.date
 
     @property
     def day(self) -> float:
@@ -131,14 +130,12 @@ def headline(history: Sequence[Series], threshold: float) -> str:
 def history(results: Sequence[Result], threshold: float) -> list[Series]:
     """The series of all runs. First come those that changed, the largest slowdown first; then the
     others by name."""
-    groups: dict[tuple, list[Result]] = {}
-    for result in sorted(results, key=lambda r: r.run.started or UNDATED):
+    groups: dict[tuple, list[Result]] = defaultdict(list)
+    for result in sorted(results, key=lambda r: r.run.date):
         r = result.run
         device = str((r.record.get("hardware") or {}).get("device", "unknown hardware"))
-        groups.setdefault(
-            (r.recipe.strip(), r.dtype, r.gpus, device, r.tokens, r.label), []
-        ).append(result)
-    series = [_series(group, key[3], threshold) for key, group in groups.items()]
+        groups[device, r.recipe.strip(), r.dtype, r.gpus, r.tokens, r.label].append(result)
+    series = [_series(group, device, threshold) for (device, *_), group in groups.items()]
 
     def key(row: Series) -> tuple[bool, bool, float, str]:
         change = row.changes[-1].change if row.changes else None
@@ -149,19 +146,19 @@ def history(results: Sequence[Result], threshold: float) -> list[Series]:
 
 def _series(group: Sequence[Result], device: str, threshold: float) -> Series:
     r = group[0].run
-    recipe, _, row = r.recipe.strip().partition(":")
-    dtype = "" if (r.dtype or "") in r.recipe else f" {r.dtype}"
-    label = "" if r.label in ("full", "log", "", row) else f" ({r.label})"
+    dtype, label = r.suffixes
+    whole = r.recipe.strip()
+    recipe, _, row = whole.partition(":")
     gpu = hardware.identify(device)
-    on = f"{r.gpus} x {device}"
+    on = f" on {r.gpus} x {device}"
+    briefly = f" on {counted(r.gpus, gpu.name)}" if gpu else on
     return Series(
-        name=f"{r.recipe.strip()}{dtype} on {on}{label}",
-        brief=(recipe if row == str(r.gpus) else r.recipe.strip()) + dtype
-        + f" on {counted(r.gpus, gpu.name) if gpu else on}{label}",
+        name=whole + dtype + on + label,
+        brief=(recipe if row == str(r.gpus) else whole) + dtype + briefly + label,
         smoke=r.label == "smoke",
         published_s=next((p["step_time_s"] for r in group if (p := r.run.published)), None),
         points=[*_points(group, threshold)],
-    )  # fmt: skip
+    )
 
 
 def _points(group: Sequence[Result], threshold: float) -> Iterator[Point]:
@@ -186,25 +183,21 @@ def find_changes(times: Sequence[float], threshold: float) -> dict[int, float]:
     neighbours, which a few changes do not move. A median of n values has 1.57 / n of the variance
     of one value.
     """
-    steps = [math.log(b / a) for a, b in pairwise(times)]
-    spread = robust_deviation(steps) / math.sqrt(2) if len(times) >= FEWEST else 0.0
+    values = np.asarray(times)
+    steps = np.diff(np.log(values)).tolist()
+    spread = robust_deviation(steps) / 2**0.5 if len(times) >= FEWEST else 0.0
     changes: dict[int, float] = {}
     begin = 0
-    earlier: dict[int, list[float]] = {count: [] for count in TOGETHER}  # sorted
     for end in range(1, len(times) + 1):
-        for count, before in earlier.items():
-            if end - count > begin:
-                bisect.insort(before, times[end - count - 1])
-        for count, before in earlier.items():
-            if len(before) < count:
+        for count in TOGETHER:
+            middle = end - count
+            if middle - begin < count:
                 break
-            middle = (before[len(before) // 2] + before[(len(before) - 1) // 2]) / 2
-            change = statistics.median(times[end - count : end]) / middle - 1
-            variance = sum(min(1.0, 1.57 / n) for n in (count, len(before)))
-            if abs(change) > max(threshold, DEVIATIONS * spread * math.sqrt(variance)):
-                begin = end - count
-                changes[begin] = change
-                earlier = {n: sorted(times[begin : max(begin, end - n)]) for n in TOGETHER}
+            change = statistics.median(times[middle:end]) / np.median(values[begin:middle]) - 1
+            variance = sum(min(1.0, 1.57 / n) for n in (count, middle - begin))
+            if abs(change) > max(threshold, DEVIATIONS * spread * variance**0.5):
+                begin = middle
+                changes[begin] = float(change)
                 break
     return changes
 
@@ -215,10 +208,10 @@ def nodes(history: Sequence[Series]) -> list[tuple[str, int, int, str]]:
     points = sorted((p for series in history for p in series.points), key=lambda p: p.started)
     recent = [p for p in points if (points[-1].started - p.started).days < 7 * WEEKS]
     ran = Counter(n for p in recent for n in {gpu.node for gpu in gpus(p.result.run.record)})
-    slow: dict[str, list[str]] = {}
+    slow: dict[str, list[str]] = defaultdict(list)
     for p in recent:
         for node, why in p.slow_nodes.items():
-            slow.setdefault(node, []).append(f"{p.started:%Y-%m-%d}: {why}")
+            slow[node].append(f"{p.started:%Y-%m-%d}: {why}")
     worst = sorted(slow, key=lambda node: -len(slow[node]) / ran[node])
     return [(node, len(slow[node]), ran[node], slow[node][-1]) for node in worst]
 

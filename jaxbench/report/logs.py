@@ -8,10 +8,10 @@ its iterations in memory.
 import codecs
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxbench.base import hardware
 from jaxbench.base.errors import counted
@@ -95,33 +95,6 @@ class Workload(NamedTuple):
     gpus: int | None = None
 
 
-@dataclass
-class LoggedBatch:
-    """What the first step trains on, in sequences or tokens, and at which later step that
-    changes."""
-
-    batch: int | None = None
-    tokens: int | None = None
-    changed: str | None = None
-    _samples: tuple[int, int] = -1, 0
-
-    def add(self, values: dict[str, str | None]) -> None:
-        """Adds an iteration. `values` are the groups of its pattern."""
-        n, batch = int(values["n"] or 0), values.get("batch")
-        if samples := values.get("samples"):
-            before, consumed = self._samples
-            batch = str(int(samples) - consumed) if n == before + 1 else None
-            self._samples = n, int(samples)
-        for name, unit, text in (
-            ("batch", "sequences", batch), ("tokens", "tokens", values.get("tokens")),
-        ):  # fmt: skip
-            first = getattr(self, name)
-            if text and first is None:
-                setattr(self, name, int(text))
-            elif text and first != int(text) and self.changed is None:
-                self.changed = f"a step changes from {first} to {text} {unit} at iteration {n}"
-
-
 def lines(path: Path) -> Iterator[str]:
     """The lines of a file of any size, without colours. A carriage return ends a line too, since
     progress bars write it. Bytes that are no text in the file's encoding (UTF-8 or UTF-16) are
@@ -140,7 +113,8 @@ def lines(path: Path) -> Iterator[str]:
 
 def read(path: Path) -> RunData | None:
     """The run in a log; None for any other file."""
-    steps, workload, logged = Steps(), workload_of(path), LoggedBatch()
+    steps, workload = Steps(), workload_of(path)
+    logged: dict[str, dict[int, int]] = {"batch": {}, "samples": {}, "tokens": {}}
     source = other = None
     traced, smoke, memory, declarations = False, False, 0.0, {}
     for line in (part for whole in lines(path) for part in RECORD_START.split(whole)):
@@ -154,7 +128,9 @@ def read(path: Path) -> RunData | None:
                 continue
             source, values, steps.repeats = name, match.groupdict(), repeats
             steps.add(int(values["n"]), float(values["s"]), float(values["loss"]))
-            logged.add(values)
+            for unit, numbers in logged.items():
+                if number := values.get(unit):
+                    numbers[int(values["n"])] = int(number)
             memory = max(memory, float(values.get("memory") or 0))
             last, count = values.get("last"), values.get("count")
             steps.expected = int(last) + 1 if last else int(count or PUBLISHED_STEPS)
@@ -162,15 +138,16 @@ def read(path: Path) -> RunData | None:
             other = next((name for name, at in OTHER_FORMATS.items() if at.search(line)), None)
     if source is None and workload.model is None and other is None:
         return None
-    run = _run(path, steps, workload, logged)
+    sequences, tokens = logged["batch"] or _of_each(logged["samples"]), logged["tokens"]
+    run = _run(path, steps, workload, _first(sequences), _first(tokens))
     if source is None:
         of = f"a log of {other}: " if other else ""
         run.failed = f"{of}it has no iteration in a known format ({', '.join(FORMATS)})"
     if smoke:
         run.label = "smoke"
         run.not_comparable.insert(0, "smoke row on a CPU")
-    if logged.changed:
-        run.not_comparable.insert(0, logged.changed)
+    if changed := _change(sequences, "sequences") or _change(tokens, "tokens"):
+        run.not_comparable.insert(0, changed)
     run.peak_memory = memory if 0 < memory < LARGEST else None
     declarations.pop("JOB_ID", None)
     run.record = {"environment": declarations} if declarations else {}
@@ -178,6 +155,23 @@ def read(path: Path) -> RunData | None:
     if traced or profiled:
         run.not_comparable.append("it was profiled, or traced by NCCL")
     return run
+
+
+def _of_each(samples: dict[int, int]) -> dict[int, int]:
+    """The sequences of each iteration, from the sequences since the start."""
+    return {n: s - samples.get(n - 1, 0) for n, s in samples.items() if not n or n - 1 in samples}
+
+
+def _first(numbers: dict[int, int]) -> int | None:
+    return next(iter(numbers.values()), None)
+
+
+def _change(numbers: dict[int, int], unit: str) -> str | None:
+    """The first change of what an iteration trains on; None if nothing changes."""
+    for n, number in numbers.items():
+        if number != _first(numbers):
+            return f"a step changes from {_first(numbers)} to {number} {unit} at iteration {n}"
+    return None
 
 
 def workload_of(path: Path) -> Workload:
@@ -195,16 +189,14 @@ def workload_of(path: Path) -> Workload:
 def with_declared(values: dict[str, str], workload: Workload) -> Workload:
     """The workload according to the first line of an older script's log, completed by what is
     known."""
-    gpus = workload.gpus
+    known = {"model": "MODEL", "size": "MODEL_SIZE", "dtype": "DTYPE"}
+    declared: dict[str, Any] = {
+        field: values[name].lower() for field, name in known.items() if name in values
+    }
     numbers = values.get("JOB_NUM_NODES", ""), values.get("GPUS_PER_NODE", "")
     if all(map(str.isdecimal, numbers)):
-        gpus = int(numbers[0]) * int(numbers[1])
-    return Workload(
-        values.get("MODEL", workload.model or "").lower() or None,
-        values.get("MODEL_SIZE", workload.size or "").lower() or None,
-        values.get("DTYPE", workload.dtype or "").lower() or None,
-        gpus,
-    )
+        declared["gpus"] = int(numbers[0]) * int(numbers[1])
+    return workload._replace(**declared)
 
 
 def _family(workload: Workload) -> str | None:
@@ -216,12 +208,15 @@ def _family(workload: Workload) -> str | None:
     return names.get(aliases.get(plain, plain))
 
 
-def _run(path: Path, steps: Steps, workload: Workload, logged: LoggedBatch) -> RunData:
-    """A run with its published row, or the reason why it has none."""
+def _run(
+    path: Path, steps: Steps, workload: Workload, sequences: int | None, tokens: int | None
+) -> RunData:
+    """A run with its published row, or the reason why it has none. `sequences` and `tokens` are
+    those of the first step; None for what the log does not say."""
     family, (model, size, dtype, gpus) = _family(workload), workload
     run = RunData(
         path=path, recipe=f"{family or model or path.stem} {size or ''}",
-        gpus=gpus, dtype=dtype, label="log", steps=steps, tokens=logged.tokens,
+        gpus=gpus, dtype=dtype, label="log", steps=steps, tokens=tokens,
         model=f"{family or model} {size}" if model else "",
         started=datetime.fromtimestamp(path.stat().st_mtime, UTC), dated="file time",
     )  # fmt: skip
@@ -238,7 +233,7 @@ def _run(path: Path, steps: Steps, workload: Workload, logged: LoggedBatch) -> R
             else f"nothing is published for {run.recipe.strip()} {dtype} on {counted(gpus)}"
         )
         return run
-    run.tokens = logged.tokens or (logged.batch or row.gbs) * row.seq_len
+    run.tokens = tokens or (sequences or row.gbs) * row.seq_len
     if run.tokens != row.tokens_per_step:
         run.not_comparable.append(
             f"its step has {run.tokens} tokens, the published one {row.tokens_per_step}"

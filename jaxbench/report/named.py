@@ -3,19 +3,16 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from jaxbench.base.hardware import NULL
 from jaxbench.report import formats
 from jaxbench.report.gap import explain
-from jaxbench.report.runs import Result
+from jaxbench.report.runs import Result, RunData
 from jaxbench.results.verdict import PASS, percent
 
 NO_RESULT = "smoke run: no result"
-
-UNDATED = datetime.fromtimestamp(0, UTC)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +50,6 @@ class NamedRun:
         return self.result.verdict.ratio is not None
 
     @property
-    def started(self) -> datetime:
-        """The time at which the run began."""
-        return self.result.run.started or UNDATED
-
-    @property
     def wrong(self) -> str:
         """What is wrong with a bad run, and why. Empty for any other run."""
         verdict = self.result.verdict
@@ -76,10 +68,10 @@ def named(results: Sequence[Result], convention: str) -> list[NamedRun]:
     """The runs, numbered and named, smoke runs last. If several runs have the same recipe, their
     names include the run's folder."""
     results = sorted(results, key=lambda result: result.run.label == "smoke")
-    lines = [formats.line(result, convention) for result in results]
-    names = [_name(line) for line in lines]
+    names = [_name(result.run) for result in results]
     repeats, runs = Counter(names), []
-    for number, (result, line, name) in enumerate(zip(results, lines, names, strict=True), 1):
+    for number, (result, name) in enumerate(zip(results, names, strict=True), 1):
+        line = formats.line(result, convention)
         path = Path(line["path"])
         if repeats[name] > 1:
             name += f" · {(path if result.run.path.is_dir() else path.parent).name}"
@@ -87,14 +79,10 @@ def named(results: Sequence[Result], convention: str) -> list[NamedRun]:
     return runs
 
 
-def _name(line: dict[str, Any]) -> str:
-    """A run by its recipe and row, or by its workload and GPUs. Its dtype and label follow if the
-    recipe does not include them."""
-    recipe, label = line["recipe"], line["label"]
-    dtype = "" if not line["dtype"] or line["dtype"] in recipe else f" {line['dtype']}"
-    plain = label in ("full", "log", "published", "", recipe.rpartition(":")[2])
-    gpus = "" if ":" in recipe or not line["gpus"] else f" on {line['gpus']}"
-    return recipe + dtype + ("" if plain else f" ({label})") + gpus
+def _name(run: RunData) -> str:
+    """A run by its recipe and row, or by its workload and GPUs."""
+    gpus = "" if ":" in run.recipe or not run.gpus else f" on {run.gpus}"
+    return "".join((run.recipe.strip(), *run.suffixes, gpus))
 
 
 def windows(runs: Sequence[NamedRun]) -> list[str]:

@@ -40,7 +40,7 @@ def page(results: Sequence[Result], convention: str) -> str:
     """The page of a report."""
     runs = named(results, convention)
     ran = [run for run in runs if not run.published]
-    last = {run.number for run in sorted(ran, key=lambda run: run.started)[-MOST_RUNS:]}
+    last = {run.number for run in sorted(ran, key=lambda run: run.result.run.date)[-MOST_RUNS:]}
     shown = [run for run in runs if run.number in last]
     verdicts = Counter(run.line["verdict"] for run in ran)
     smoke = sum(run.smoke for run in runs)  # on a CPU's devices

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -120,6 +120,19 @@ class RunData:
     program: int = 0
     recorded_window: Window | None = None
     profiles: list[Compared] = field(default_factory=list)
+
+    @property
+    def date(self) -> datetime:
+        """The time at which the run began; the year 1970 if it is unknown."""
+        return self.started or datetime.fromtimestamp(0, UTC)
+
+    @property
+    def suffixes(self) -> tuple[str, str]:
+        """What a name of the run has after the recipe: dtype and label, if the recipe does not
+        include them."""
+        dtype = "" if not self.dtype or self.dtype in self.recipe else f" {self.dtype}"
+        plain = ("full", "log", "published", "", self.recipe.strip().rpartition(":")[2])
+        return dtype, "" if self.label in plain else f" ({self.label})"
 
     @property
     def null(self) -> bool:

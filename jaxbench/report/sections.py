@@ -1,5 +1,6 @@
 """Data for the page's sections: charts and table lines for its templates."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -36,22 +37,23 @@ class Rates(NamedTuple):
 def scaling(runs: Sequence[NamedRun]) -> Iterator[dict[str, Any]]:
     """Tokens/s/GPU over GPUs for each model and dtype. Only full models count, since a shortened
     model has another rate."""
-    groups: dict[tuple[str, str], dict[str, list[NamedRun]]] = {}
+    groups: dict[tuple[str, str], list[NamedRun]] = defaultdict(list)
     for run in runs:
-        r, rate = run.result.run, run.line["tokens_per_s_per_gpu"]
-        if not r.model or not r.dtype or run.smoke:
-            continue
-        rows = _full_rows(r.model, r.dtype)
-        group = groups.setdefault((r.model, r.dtype), {})
-        layers = (r.published or {}).get("layers")
-        full = run.line["label"] != "proxy" and layers in (None, *(row.layers for row in rows))
-        if run.measured and r.gpus and rate and full:
-            group.setdefault("ours" if run.comparable else "other", []).append(run)
+        if run.result.run.model and run.result.run.dtype and not run.smoke:
+            groups[run.result.run.model, run.result.run.dtype].append(run)
     for (model, dtype), group in groups.items():
         rows = _full_rows(model, dtype)
-        rates = {r.gpus: r.rate for r in rows}
-        series = {"published": Rates(dict(sorted(rates.items())), [])} if rates else {}
-        series |= {name: _rates(found) for name, found in group.items()}
+        rates = {row.gpus: row.rate for row in sorted(rows, key=lambda row: row.gpus)}
+        series = {"published": Rates(rates, [])} if rates else {}
+        full = [
+            run for run in group
+            if run.measured and run.line["gpus"] and run.line["tokens_per_s_per_gpu"]
+            and run.line["label"] != "proxy"
+            and (run.result.run.published or {}).get("layers") in (None, *(r.layers for r in rows))
+        ]  # fmt: skip
+        for name, is_comparable in (("ours", True), ("other", False)):
+            if some := [run for run in full if run.comparable == is_comparable]:
+                series[name] = _rates(some)
         if len({gpus for found in series.values() for gpus in found.line}) > 1:
             yield _scaling(f"{model} {dtype}", series)
 
@@ -69,7 +71,8 @@ def _rates(runs: Sequence[NamedRun]) -> Rates:
     """The line goes through the latest run on each number of GPUs. If some runs pass, it leaves out
     the slow ones: a slow run on few GPUs would make the scaling look better."""
     passing = [run for run in runs if run.line["verdict"] == "pass"]
-    chosen = {run.line["gpus"]: run for run in sorted(passing or runs, key=lambda r: r.started)}
+    by_date = sorted(passing or runs, key=lambda run: run.result.run.date)
+    chosen = {run.line["gpus"]: run for run in by_date}
     rates = {run.number: run.line["tokens_per_s_per_gpu"] for run in runs}
     line = {gpus: rates[run.number] for gpus, run in sorted(chosen.items())}
     kept = {run.number for run in chosen.values()}

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxbench.base.errors import counted
-from jaxbench.base.terminal import folded
+from jaxbench.base.terminal import folded, plain_table
 from jaxbench.pages.html import SYMBOLS
 from jaxbench.report import formats
 from jaxbench.report.figures import footnotes, models
@@ -19,6 +19,12 @@ FIGURES = (
     "joules_per_token", "forecast_s", "of_forecast",
 )  # fmt: skip
 """Columns of the table. Those that no run has are left out."""
+
+IN_BLOCK = {
+    "tokens_per_s_per_gpu": "tokens/s/GPU", "mfu_pct": "% MFU", "joules_per_token": "J/token",
+    "ratio": "of published", "of_forecast": "of forecast",
+}  # fmt: skip
+"""Figures in a block besides the step time, with their units."""
 
 COLOURS = {"pass": "green", "slow": "yellow", "not comparable": ""}
 """Colours of verdicts. The others are red."""
@@ -44,21 +50,20 @@ def print_report(runs: Sequence[NamedRun], convention: str, console: Console) ->
     if all(run.published for run in runs):
         _print_published(runs, console)
     else:
-        table = _table(runs)
-        if _width(table, console) <= console.width:
-            _print_lines([run for run in runs if run.wrong], console)
-        else:
-            table = _blocks(runs)
+        grid = _table(runs)
+        unlimited = console.options.update(max_width=UNLIMITED)
+        if console.measure(grid, options=unlimited).minimum > console.width:
+            grid = _blocks(runs)
+        elif bad := [run for run in runs if run.wrong]:
+            lines = Table.grid(padding=(0, 2))
+            for run in bad:
+                lines.add_row(_verdict(run), Text(f"{run.name}: {run.wrong}"))
+            console.print(lines)
         console.print()
-        console.print(table)
+        console.print(grid)
     if counted_steps := windows(runs):
         console.print(f"Step times are means over iterations {', '.join(counted_steps)}.")
     console.print(f"FLOPs and MFU follow the convention {convention}.")
-
-
-def _width(table: Table, console: Console) -> int:
-    """The least width of a table in which nothing is cut off."""
-    return console.measure(table, options=console.options.update(max_width=UNLIMITED)).minimum
 
 
 def _verdict(run: NamedRun) -> Text:
@@ -71,69 +76,53 @@ def _step(run: NamedRun) -> str:
     return run.cell("step_time_s") + spread
 
 
-def _print_lines(bad: Sequence[NamedRun], console: Console) -> None:
-    """A line for each bad run, if there is any: what is wrong, and why."""
-    lines = Table.grid(padding=(0, 2))
-    for run in bad:
-        lines.add_row(_verdict(run), Text(f"{run.name}: {run.wrong}"))
-    if bad:
-        console.print(lines)
-
-
 def _table(runs: Sequence[NamedRun]) -> Table:
     """The figures of all runs. The lines above the table say what is wrong with bad ones, so it has
     the reasons of the others."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    grid = plain_table()
     keys = [key for key in FIGURES if any(run.line[key] for run in runs)]
     keys += ["window"] if len(windows(runs)) > 1 else []
     reasons = [run.line["reason"] if run.line["verdict"] == "not comparable" else ""
                for run in runs]  # fmt: skip
     for heading in ("verdict", "run", "GPUs", "step s", *(formats.COLUMNS[key] for key in keys)):
         left = heading in ("verdict", "run")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+        grid.add_column(heading, justify="left" if left else "right", no_wrap=True)
     if any(reasons):
-        table.add_column("why", min_width=WHY_WIDTH)
+        grid.add_column("why", min_width=WHY_WIDTH)
     for run, reason in zip(runs, reasons, strict=True):
         cells = (run.name, run.cell("gpus"), _step(run), *map(run.cell, keys))
-        table.add_row(_verdict(run), *map(Text, cells), *([Text(reason)] if any(reasons) else []))
-    return table
+        grid.add_row(_verdict(run), *map(Text, cells), *([Text(reason)] if any(reasons) else []))
+    return grid
 
 
 def _blocks(runs: Sequence[NamedRun]) -> Table:
     """A block of lines for each run, bad ones first."""
     blocks = Table.grid(padding=(0, 2))
     for run in sorted(runs, key=lambda run: not run.wrong):
-        figures = (
-            f"{_step(run)} s" if run.line["step_time_s"] else "",
-            *(f"{text} {unit}" for key, unit in (
-                ("tokens_per_s_per_gpu", "tokens/s/GPU"), ("mfu_pct", "% MFU"),
-                ("joules_per_token", "J/token"),
-                ("ratio", "of published"), ("of_forecast", "of forecast"),
-            ) if (text := run.cell(key))),
-        )  # fmt: skip
+        figures = [f"{_step(run)} s"] if run.line["step_time_s"] else []
+        figures += [f"{run.cell(key)} {unit}" for key, unit in IN_BLOCK.items() if run.cell(key)]
         reason = run.wrong or ("" if run.comparable else run.line["reason"])
-        lines = (run.name, ", ".join(filter(None, figures)), reason)
+        lines = (run.name, ", ".join(figures), reason)
         blocks.add_row(_verdict(run), Text("\n".join(filter(None, lines))))
     return blocks
 
 
 def _print_published(runs: Sequence[NamedRun], console: Console) -> None:
     """The published figures by model and GPU, and below them their errata."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("", "GPUs", "tokens/s/GPU", "MFU %", "days/1T tokens", "notes"):
-        table.add_column(heading, justify="right" if heading not in ("", "notes") else "left")
+    grid = plain_table("", figures=("GPUs", "tokens/s/GPU", "MFU %", "days/1T tokens"))
+    grid.add_column("notes")
     notes = footnotes(runs)
     for model, figures in models(runs):
-        table.add_row(Text(model, "bold"))
+        grid.add_row(Text(model, "bold"))
         for f in figures:
             codes = [str([*notes].index(code) + 1) for code in f.errata]
             shortened = [counted(f.layers, "layer")] if f.shortened else []
-            table.add_row(
+            grid.add_row(
                 f"  {f.gpu} {f.dtype}", str(f.gpus), formats.cell("tokens_per_s_per_gpu", f.rate),
                 formats.cell("mfu_pct", f.mfu_pct), f"{f.days:.1f}" if f.days else "",
                 ", ".join([*shortened, *codes]),
             )  # fmt: skip
     console.print()
-    console.print(table)
+    console.print(grid)
     for number, text in enumerate(notes.values(), 1):
         console.print(f"note {number}: {text}")

@@ -19,8 +19,7 @@ from jaxbench.base.files import write_json
 from jaxbench.base.terminal import live
 from jaxbench.cluster import job
 from jaxbench.cluster.devices import variables
-from jaxbench.cluster.ending import exit_now, leave, refuse
-from jaxbench.cluster.messages import tell
+from jaxbench.cluster.ending import exit_now, leave, refuse, tell
 from jaxbench.cluster.signals import Signals, name_of
 from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.jax_internals import compilations

@@ -223,7 +223,7 @@ def test_of_stuck_ranks_the_one_behind_is_named_and_the_others_counted():
 
 
 def test_before_training_the_time_is_longer_and_told():
-    posted = [replace(TRAINS, phase="compiling", completed=None)]
+    posted = [replace(TRAINS, phase="compiling", completed=-1)]
     assert said(Standstill(1, 10), posted, 10 * SLOW + 1) == (
         "no progress within the time limit of 100 s: rank 0 on n0 (compiling, last completed "
         "step none)"

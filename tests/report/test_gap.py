@@ -9,6 +9,7 @@ from parsed import Parsed
 
 from jaxbench.report import command
 from jaxbench.report.gap import REMAINS, explain
+from jaxbench.report.gpus import gpus, heat_maps
 
 FORECAST = CLOCKED_S + OTHER_S
 LATE = [(13, 9.0), (20, 14.0), (31, 11.0)]
@@ -123,6 +124,14 @@ def test_only_an_outlier_is_coloured_and_labelled(tmp_path):
     assert (outlier.count("M"), normal.count("M")) == (1, 15)
     assert re.search(r'<text class="outlier" [^>]*>GPU 3: 9[01]\.\d</text>', text)
     assert "power under load: 600.0 W everywhere" in text
+
+
+def test_a_late_process_is_named_where_the_others_have_no_steps():
+    late = {"rank": 0, "host": "n0", "wait_s": 0.1, "step_time_s": {"mean": 1.0}}
+    ranks = [late | {"products_s": [1.0, 1.0]}]
+    ranks += [{"rank": n, "host": "n1", "wait_s": 0.9} for n in range(1, 6)]
+    ((picture,), _) = heat_maps(gpus({"ranks": ranks}))
+    assert picture["says"] == "rank 0 on n0, GPU 0: 10.0; rank 0 on n0, GPU 1: 10.0"
 
 
 def test_a_remainder_below_zero_is_no_bar(tmp_path):

@@ -29,7 +29,7 @@ from jaxbench.results.verdict import judge
 def reported(*arguments):
     """(exit status, lines) of a report in JSON."""
     done = subprocess.run(
-        [sys.executable, "-m", "jaxbench.report", *map(str, arguments), "--format", "json"],
+        [sys.executable, "-m", "jaxbench", "report", *map(str, arguments), "--format", "json"],
         capture_output=True, text=True, cwd=ROOT, check=False,
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stderr
