@@ -140,16 +140,21 @@ def log_shares(key: Array, cfg: ExpertsConfig) -> Float[Array, " E"]:
 
 @cache
 def busiest_share(cfg: ExpertsConfig, ranks: int) -> float:
-    """The load of the busiest of some ranks in a layer over that of an average rank: the mean over
-    layers whose loads follow `cfg`, for many tokens. It is 1 unless routing is `skewed`.
+    """The load of the busiest of some ranks in a layer over that of an average rank, averaged over
+    layers. Chance makes it up to 1 % too large."""
+    return float(loads_of_ranks(cfg, ranks).max(axis=1).mean())
 
-    It comes from `SAMPLED` draws, since no formula gives the loads of draws without replacement.
-    Chance makes the result up to 1 % too large.
+
+def loads_of_ranks(cfg: ExpertsConfig, ranks: int) -> np.ndarray:
+    """`"layer rank"`: the loads of ranks over that of an average rank, in layers whose loads follow
+    `cfg`, for many tokens. They are 1 unless routing is `skewed`.
+
+    They come from `SAMPLED` draws, since no formula gives the loads of draws without replacement.
     """
-    if cfg.routing != "skewed" or ranks == 1:
-        return 1.0
     layers, tokens = SAMPLED
-    draws, busiest = np.random.default_rng(0), []
+    if cfg.routing != "skewed" or ranks == 1:
+        return np.ones((layers, ranks))
+    draws, loads = np.random.default_rng(0), []
     log_share = -cfg.skew * np.log(1 + np.arange(cfg.count))
     for _ in range(layers):
         scores = draws.gumbel(size=(tokens, cfg.count)) + draws.permutation(log_share)
@@ -161,8 +166,8 @@ def busiest_share(cfg: ExpertsConfig, ranks: int) -> float:
         groups[left_out] = -np.inf
         chosen = np.argpartition(scores, -cfg.top_k, axis=-1)[:, -cfg.top_k :]
         load = np.bincount(chosen.ravel() // (cfg.count // ranks), minlength=ranks)
-        busiest.append(load.max() / load.mean())
-    return float(np.mean(busiest))
+        loads.append(load / load.mean())
+    return np.stack(loads)
 
 
 def balance_loss(
