@@ -245,7 +245,8 @@ def main() -> int:
     if args.anchors:
         check_compiler()
         anchors = planned_now(later_figures())
-        replace_table(DOCUMENT, "\n".join(table(anchors)), ANCHORS_MARK)
+        first, *_ = summary(anchors)
+        replace_table(DOCUMENT, "\n".join([first, "", *table(anchors)]), ANCHORS_MARK)
         forecasts |= anchors
     write_whole(DOCUMENT.with_suffix(".svg"), picture(DOCUMENT.read_text().splitlines()))
     return int(None in forecasts.values())
