@@ -17,6 +17,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -65,8 +66,8 @@ def loads_of(settings: tuple[str, ...]) -> list[str]:
         )  # fmt: skip
         steps = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
     loads = [step["layer_load_max"] for step in steps]
-    last = [sum(layer) / 10 for layer in zip(*loads[-10:], strict=True)]
-    return [f"{f(step):.1f}" for step in (loads[0], last) for f in (lambda x: sum(x) / len(x), max)]
+    last = [mean(layer) for layer in zip(*loads[-10:], strict=True)]
+    return [f"{figure(step):.1f}" for step in (loads[0], last) for figure in (mean, max)]
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ def planned_run(case: Case, skew: float) -> tuple[Run, float, float]:
     skewed = "model.experts.routing=skewed", f"model.experts.skew={skew}"
     planned = run(*skewed)
     cfg, p = planned.model.experts, planned.parallelism
-    loads = loads_of_ranks(cfg, p.expert * p.tensor)
-    share = float(loads.max(axis=1).mean())
+    ranks = p.expert * p.tensor
+    share, loads = busiest_share(cfg, ranks), loads_of_ranks(cfg, ranks)
     dropped = float(np.maximum(loads - cfg.rank_capacity_factor, 0).mean())
     slots = math.ceil(100 * MARGIN * share) / 100
     if slots > cfg.rank_capacity_factor:

@@ -392,7 +392,8 @@ def tell_failures(found: Verdicts, args: argparse.Namespace) -> None:
     for none of these: the cause is then probably the same, such as an option that is missing."""
     path = args.output / FILE
     before = json_object(path)
-    told = {*before.get("told", ())} - {*found.healthy}
+    named, known = before.get("told"), before.get("gpus")
+    told = {*named} - {*found.healthy} if isinstance(named, list) else set()
     verdicts = {node: found.verdict_of(node) for node in found.nodes}
     content = {
         "nodes": {
@@ -400,7 +401,7 @@ def tell_failures(found: Verdicts, args: argparse.Namespace) -> None:
         },
         "links": [*map(str, found.links)],
         "not_checked": found.unchecked,
-        "gpus": follow_gpus(found, before.get("gpus", {})),
+        "gpus": follow_gpus(found, known if isinstance(known, dict) else {}),
     }
     write_json(path, content | {"told": sorted(told)})
     if not args.on_fail:

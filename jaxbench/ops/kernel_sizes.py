@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import jax
@@ -65,6 +66,22 @@ def sizes_for(kernel: Callable[..., Any], candidates: tuple[Any, ...], *argument
     case = Case(kernel, jax.tree.map(_without_values, arguments), candidates)
     choices.asked[case.name] = case
     return choices.chosen.get(case.name, candidates[0])
+
+
+def tunable(candidates: Callable[..., tuple[Any, ...]]) -> Callable[..., Callable[..., Any]]:
+    """Decorates a kernel. A call without the keyword `sizes` takes those of `sizes_for`, among
+    `candidates(*arguments)`. Other keywords do not belong to the kernel's case."""
+
+    def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(kernel)
+        def with_sizes(*arguments: Any, sizes: Any = None, **options: Any) -> Any:
+            if sizes is None:
+                sizes = sizes_for(with_sizes, candidates(*arguments), *arguments)
+            return kernel(*arguments, sizes=sizes, **options)
+
+        return with_sizes
+
+    return decorate
 
 
 def _without_values(leaf: Any) -> Any:

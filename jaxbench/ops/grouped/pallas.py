@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
 from jaxbench.ops.grouped.groups import BLOCK, Groups, result_dtype
-from jaxbench.ops.kernel_sizes import sizes_for
+from jaxbench.ops.kernel_sizes import tunable
 from jaxbench.ops.pallas_call import (
     Inputs,
     Launch,
@@ -90,21 +90,18 @@ def refusal(cfg: ModelConfig, dtype: str, platform: str) -> str | None:
     return first and f"needs {first} to be a multiple of {least}"
 
 
+@tunable(lambda x, w, *_: candidates("to_permuted", x.itemsize, w.shape[2], w.shape[1]))
 def to_permuted(
     x: Float[Array, "A D"],
     w: Float[Array, "E D N"],
     groups: Groups,
     scale: Array | None = None,
     *,
-    sizes: Sizes | None = None,
+    sizes: Sizes,
     interpret: bool = False,
 ) -> Float[Array, "R N"]:
     """`Implementation.to_permuted`."""
-    shape = w.shape
-    if sizes is None:
-        found = candidates("to_permuted", x.itemsize, shape[2], shape[1])
-        sizes = sizes_for(to_permuted, found, x, w, groups, scale)
-    width = sizes.width
+    shape, width = w.shape, sizes.width
     y, in_fp8 = (groups.row.size, shape[2]), x.itemsize == 1
     of_w = pl.BlockSpec((*shape[:2], width), lambda n, b: (0, 0, n))
     if in_fp8:
@@ -125,19 +122,17 @@ def to_permuted(
     )["y"]  # fmt: skip
 
 
+@tunable(lambda y, w, *_: candidates("from_permuted", y.itemsize, w.shape[1], w.shape[2]))
 def from_permuted(
     y: Float[Array, "R N"],
     w: Float[Array, "E D N"],
     groups: Groups,
     scale: Array | None = None,
     *,
-    sizes: Sizes | None = None,
+    sizes: Sizes,
     interpret: bool = False,
 ) -> Float[Array, "A D"]:
     """`Implementation.from_permuted`."""
-    if sizes is None:
-        found = candidates("from_permuted", y.itemsize, w.shape[1], w.shape[2])
-        sizes = sizes_for(from_permuted, found, y, w, groups, scale)
     width = sizes.width
     x = (groups.place.size, w.shape[1])
     return call(
@@ -155,19 +150,17 @@ def from_permuted(
     )["x"]  # fmt: skip
 
 
+@tunable(lambda x, y, *_: candidates("weights", x.itemsize, y.shape[1], BLOCK))
 def weights(
     x: Float[Array, "A D"],
     y: Float[Array, "R N"],
     groups: Groups,
     scale: Array | None = None,
     *,
-    sizes: Sizes | None = None,
+    sizes: Sizes,
     interpret: bool = False,
 ) -> Float[Array, "E D N"]:
     """`Implementation.weights`."""
-    if sizes is None:
-        found = candidates("weights", x.itemsize, y.shape[1], BLOCK)
-        sizes = sizes_for(weights, found, x, y, groups, scale)
     in_fp8 = x.itemsize == 1
     tile = at_most(128, x.shape[1]), sizes.width
     w = (groups.ends.size, x.shape[1], y.shape[1])

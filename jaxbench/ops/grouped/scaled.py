@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from jaxbench.ops.grouped import xla
 from jaxbench.ops.grouped.groups import BLOCK, Groups
 from jaxbench.ops.grouped.pallas import LAUNCHES, Sizes, at_most, scale_input, scaled_sum
-from jaxbench.ops.kernel_sizes import sizes_for
+from jaxbench.ops.kernel_sizes import tunable
 from jaxbench.ops.pallas_call import Inputs, Output, call, tile_at, whole
 from jaxbench.ops.quantized.block_formats import MXFP8, NVFP4, Blocks, as_bytes, dequantized
 from jaxbench.ops.quantized.block_scaled import Matmuls, quantize_activation
@@ -45,20 +45,19 @@ def rows(side: str, groups: Groups) -> Rows:
     return Rows(index, jnp.repeat(filled, BLOCK // SPAN), groups.multiplied)
 
 
+@tunable(lambda x, w, *_: candidates(*w.values.shape[1:]))
 def by_weight(
     x: Blocks,
     w: Blocks,
     side: str,
     groups: Groups,
     *,
-    sizes: Sizes | None = None,
+    sizes: Sizes,
     interpret: bool = False,
 ) -> Float[Array, "R U"]:
     """`Matmuls.by_weight` by a kernel. The result is permuted rows if `side` is `first`, else
     arriving rows."""
     count, kept, summed = w.values.shape
-    if sizes is None:
-        sizes = sizes_for(by_weight, candidates(kept, summed), x, w, side, groups)
     width, into = sizes.width, side == "first"
     y = (groups.row.size if into else groups.place.size), kept
     block, index = (BLOCK, width), lambda n, b: (b, n)
@@ -80,18 +79,17 @@ def by_weight(
     )["y"]  # fmt: skip
 
 
+@tunable(lambda first, last, *_: candidates(last.values.shape[1]))
 def of_weight(
     first: Blocks,
     last: Blocks,
     groups: Groups,
     *,
-    sizes: Sizes | None = None,
+    sizes: Sizes,
     interpret: bool = False,
 ) -> Float[Array, "E D O"]:
     """`Matmuls.of_weight` by a kernel."""
     w = groups.ends.size, first.values.shape[1], last.values.shape[1]
-    if sizes is None:
-        sizes = sizes_for(of_weight, candidates(w[2]), first, last, groups)
     tile = at_most(128, w[1]), sizes.width
     operands = {
         **_operand("a", first, (tile[0],), lambda o, d, e: (d, 0)),

@@ -138,13 +138,13 @@ def log_shares(key: Array, cfg: ExpertsConfig) -> Float[Array, " E"]:
     return jax.nn.log_softmax(-cfg.skew * jnp.log(rank.astype(jnp.float32)))
 
 
-@cache
 def busiest_share(cfg: ExpertsConfig, ranks: int) -> float:
     """The load of the busiest of some ranks in a layer over that of an average rank, averaged over
     layers. Chance makes it up to 1 % too large."""
     return float(loads_of_ranks(cfg, ranks).max(axis=1).mean())
 
 
+@cache
 def loads_of_ranks(cfg: ExpertsConfig, ranks: int) -> np.ndarray:
     """`"layer rank"`: the loads of ranks over that of an average rank, in layers whose loads follow
     `cfg`, for many tokens. They are 1 unless routing is `skewed`.

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxbench import jax_internals
 from jaxbench.ops import draws
-from jaxbench.ops.kernel_sizes import sizes_for
+from jaxbench.ops.kernel_sizes import tunable
 from jaxbench.ops.pallas_call import Launch, Output, call, load_rows, product, whole
 from jaxbench.ops.quantized import hadamard
 from jaxbench.ops.quantized.block_formats import (
@@ -122,16 +122,16 @@ class _Tiles:
         }  # fmt: skip
 
 
+@tunable(lambda *_: CANDIDATES)
 def mxfp8_both(
     x: Float[Array, "E T F"],
     rows: Rows | None = None,
     *,
-    sizes: Sizes | None = None,
+    sizes: Sizes,
     interpret: bool = False,
 ) -> tuple[Blocks, Blocks]:
     """Quantizes `x`, or `rows` of it, to MXFP8 with blocks along features, and its transpose `[E,
     F, T]` with blocks along tokens. Both results are packed."""
-    sizes = sizes or sizes_for(mxfp8_both, CANDIDATES, x, rows)
     tiles = _Tiles(x, rows, sizes)
     outputs = tiles.both(MXFP8.size, MXFP8.values, jnp.uint8)
     y = call(
@@ -143,19 +143,19 @@ def mxfp8_both(
     )
 
 
+@tunable(lambda *_: CANDIDATES)
 def nvfp4_both(
     x: Float[Array, "E T F"],
     seeds: UInt32[Array, "2"] | None,
     turn: bool,
     rows: Rows | None = None,
     *,
-    sizes: Sizes | None = None,
+    sizes: Sizes,
     interpret: bool = False,
 ) -> tuple[Blocks, Blocks]:
     """Quantizes `x` and its transpose to NVFP4, as `mxfp8_both` does to MXFP8. Each result has an
     fp32 scale from its own amax. With `turn` the tokens go through the Hadamard transform before
     the transpose is quantized. With `seeds` both are rounded stochastically."""
-    sizes = sizes or sizes_for(nvfp4_both, CANDIDATES, x, seeds, turn, rows)
     tiles, f32 = _Tiles(x, rows, sizes), jnp.float32
     square = pl.BlockSpec((hadamard.SIZE, hadamard.SIZE), lambda *_: (0, 0))
     two = pl.BlockSpec((2,), lambda *_: (0,))

@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jaxbench.ops.kernel_sizes import sizes_for
+from jaxbench.ops.kernel_sizes import tunable
 from jaxbench.ops.pallas_call import Launch, Output, call, product
 from jaxbench.ops.ssd.pallas.tiles import (
     SMALLER,
@@ -72,12 +72,10 @@ def backward(tuning: Tuning, dims: Dims, residuals, dy):
     return to_b["gradient"], ddt, da, dd, reversed_.get("dentering")
 
 
-def reverse(tuning, dims, u, dt, a, entering, before, dy, *, sizes: Launch | None = None):
+@tunable(lambda tuning, *_: launches(tuning.reverse, *SMALLER))
+def reverse(tuning, dims, u, dt, a, entering, before, dy, *, sizes: Launch):
     """Returns, by name: `after`, the gradients of the states after each chunk; `total`, which is T;
     and `dentering`, the gradient of `entering`, if there is one."""
-    if sizes is None:
-        found = launches(tuning.reverse, *SMALLER)
-        sizes = sizes_for(reverse, found, tuning, dims, u, dt, a, entering, before, dy)
     batch, length, groups, _ = u.shape
     heads = groups * dims.heads
     blocks = OfHead(dims, length, length // tuning.chunk)
@@ -120,12 +118,10 @@ def _reverse_kernel(r, *, blocks: OfHead, size: int):
         r.dentering[...] = ds
 
 
-def gradient_of_x(tuning, dims, u, dt, total, d, before, after, dy, *, sizes: Launch | None = None):
+@tunable(lambda tuning, *_: launches(tuning.x, *SMALLER))
+def gradient_of_x(tuning, dims, u, dt, total, d, before, after, dy, *, sizes: Launch):
     """The gradients of u, dt and d. In `du` only the columns of x are written. `ddt` lacks the part
     through T, `dtotal` lacks its first term, and `dd` has one number per chunk."""
-    if sizes is None:
-        found = launches(tuning.x, *SMALLER)
-        sizes = sizes_for(gradient_of_x, found, tuning, dims, u, dt, total, d, before, after, dy)
     batch, length, groups, _ = u.shape
     heads, chunks = groups * dims.heads, length // tuning.chunk
     blocks = OfHeadInChunk(dims, tuning.chunk)
@@ -186,22 +182,20 @@ def _to_x_kernel(r, *, blocks: OfHeadInChunk, tuning: Tuning):
     r.dd[0] = dd
 
 
-def gradient_of_c(tuning, dims, u, dt, total, dy, du, before, *, sizes: Launch | None = None):
+@tunable(lambda tuning, *_: launches(tuning.bc))
+def gradient_of_c(tuning, dims, u, dt, total, dy, du, before, *, sizes: Launch):
     """Fills the columns of c in `du`. Returns it as `gradient`, together with `started`, the first
     term of dT by block of state columns."""
-    arguments = tuning, dims, u, dt, total, dy, du, before
-    sizes = sizes or sizes_for(gradient_of_c, launches(tuning.bc), *arguments)
     blocks = OfChunk(dims, tuning)
     started = Output((blocks.parts, *dt.shape), F32, blocks.times_of_part)
     inputs = blocks.inputs(u, dt, total, dy, du) | {"states": (before, blocks.states)}
     return _of_group("c", _to_c_kernel, blocks, inputs, sizes, started=started)
 
 
-def gradient_of_b(tuning, dims, u, dt, total, dy, du, after, *, sizes: Launch | None = None):
+@tunable(lambda tuning, *_: launches(tuning.bc))
+def gradient_of_b(tuning, dims, u, dt, total, dy, du, after, *, sizes: Launch):
     """Fills the columns of b in `du`, and returns it as `gradient`. `after` are the gradients of
     the states after the chunks."""
-    arguments = tuning, dims, u, dt, total, dy, du, after
-    sizes = sizes or sizes_for(gradient_of_b, launches(tuning.bc), *arguments)
     blocks = OfChunk(dims, tuning)
     inputs = blocks.inputs(u, dt, total, dy, du) | {"states": (after, blocks.states)}
     return _of_group("b", _to_b_kernel, blocks, inputs, sizes)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from jaxbench.ops.kernel_sizes import sizes_for
+from jaxbench.ops.kernel_sizes import tunable
 from jaxbench.ops.pallas_call import Launch, Output, call, product
 from jaxbench.ops.ssd.pallas import gradients
 from jaxbench.ops.ssd.pallas.tiles import OfHead, Tuning, decay, launches, sums
@@ -51,11 +51,9 @@ def _forward(tuning, dims, u, dt, a, d, entering):
 scan.defvjp(_forward, gradients.backward)
 
 
-def forward(tuning, dims, keep, u, dt, a, d, entering, *, sizes: Launch | None = None):
+@tunable(lambda tuning, *_: launches(tuning.forward))
+def forward(tuning, dims, keep, u, dt, a, d, entering, *, sizes: Launch):
     """Returns `y` by name, and `before`, the states before each chunk, if they are to be kept."""
-    if sizes is None:
-        found = launches(tuning.forward)
-        sizes = sizes_for(forward, found, tuning, dims, keep, u, dt, a, d, entering)
     batch, length, groups, _ = u.shape
     heads, chunks = groups * dims.heads, length // tuning.chunk
     blocks = OfHead(dims, length, chunks)
