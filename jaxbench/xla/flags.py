@@ -32,7 +32,7 @@ TUNED: Options = {
     # Remat is the recipe's choice; the compiler's own pass would gather weights a second time.
     "xla_disable_hlo_passes": "rematerialization",
     # A reduce-scatter for each gradient as soon as it is computed, instead of one for all
-    # gradients at the end of a layer.
+    # gradients at the end of a layer. `_combined` has the exception.
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
     "xla_gpu_enable_latency_hiding_scheduler": True,
     # Queue several collectives: with one at a time in flight, a small gather waits until a large
@@ -54,6 +54,11 @@ collectives that are marked (by `mesh`).
 Gathers of the next layer's weights and scatters of the previous layer's gradients overlap the
 matmuls of this layer. Two iterations per loop body avoid copies of the carried weights.
 """
+
+SCATTERED, GATHERED = 2**25, 2**24
+"""Bytes per rank up to which `_combined` joins reduce-scatters and all-gathers. A layer of Llama 2
+70B has 27 MB on each of 64 ranks. Longer messages hide their latency; joining would only delay
+them."""
 
 GUIDED: Options = TUNED | {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
 """`tuned` for programs that are compiled again with a profile of the forecast's own times
@@ -160,8 +165,12 @@ def _selected(run: Run) -> tuple[Options, Options]:
     if name in OURS and _release() >= (0, 11):
         if run.unrolled:
             selected |= UNROLLED
+        elif run.model.mamba:
+            selected |= UNPIPELINED
         else:
-            selected |= UNPIPELINED if run.model.mamba else PIPELINED
+            selected |= PIPELINED
+            if name == "guided":
+                selected |= _combined(run)
     if name in OURS and run.precision.dtype == "fp8":
         selected |= IN_FP8
     if run.execution.offload != "none":
@@ -170,6 +179,21 @@ def _selected(run: Run) -> tuple[Options, Options]:
         if parts.fsdp * parts.tensor * parts.expert * parts.context == 1:
             selected |= WITHOUT_GRAPHS
     return selected, overrides
+
+
+def _combined(run: Run) -> Options:
+    """Options of `guided` that join the collectives of a pipelined layer, so a large ring's latency
+    counts about once per layer. They overlap with another layer anyway, so nothing waits for the
+    last gradient. With a second axis, its small collectives would wait for the large ones. With
+    XLA's own estimates of times, the scheduler would expose some of the large ones
+    (docs/reference/xla_flags.md)."""
+    fsdp = run.parallelism.fsdp
+    if fsdp == 1 or run.parallelism.ranks > fsdp:
+        return {}
+    return {
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": SCATTERED,  # of the result
+        "xla_gpu_all_gather_combine_threshold_bytes": GATHERED * fsdp,
+    }
 
 
 def _user_values(ours: Options, overrides: Options) -> Options:

@@ -24,6 +24,30 @@ def test_pipelining_is_as_the_installed_jax_has_it(monkeypatch, release, old):
     assert "xla_gpu_pipeline_all_gather" not in hybrid
 
 
+@pytest.mark.parametrize(
+    ("chosen", "axes", "combined"),
+    [
+        ("guided", "fsdp=4", True),
+        ("guided", "fsdp=2", True),
+        ("guided", "fsdp=1", False),
+        ("guided", "tensor=2", False),
+        ("tuned", "fsdp=4", False),
+    ],
+)
+def test_a_guided_layer_combines_its_collectives_if_fsdp_is_the_only_axis(
+    monkeypatch, chosen, axes, combined
+):
+    monkeypatch.setattr(flags, "_release", lambda: (0, 11))
+    changes = [f"parallelism.{axes}", "batch.global_batch=8", f"execution.xla_flags={chosen}"]
+    overrides = recipes.parse_overrides(changes)
+    run = recipes.resolve(recipes.load("llama2_70b_bf16"), "smoke", devices=4, overrides=overrides)
+    options = flags.options(run, "gpu")
+    gathers = "xla_gpu_all_gather_combine_threshold_bytes"
+    assert options.get(gathers) == (flags.GATHERED * run.parallelism.fsdp if combined else None)
+    scatters = options["xla_gpu_reduce_scatter_combine_threshold_bytes"]
+    assert scatters == (flags.SCATTERED if combined else 1)
+
+
 def test_layers_that_stand_one_after_another_are_not_pipelined(monkeypatch):
     monkeypatch.setattr(flags, "_release", lambda: (0, 11))
     run = smoke_run("llama31_8b_bf16")
