@@ -259,13 +259,16 @@ def search(
     return int(best is None)
 
 
-def run(recipe: Recipe, row: Run, config: str, limit: int, target: Target) -> Search:
+def run(
+    recipe: Recipe, row: Run, config: str, limit: int, target: Target,
+    free: frozenset[str] = frozenset(),
+) -> Search:  # fmt: skip
     """A finished search from a row: compiles candidates until there are `limit` of them, or until
-    none is worth it. What the user `--set` on the row stays as it is."""
+    none is worth it. What the user `--set` on the row stays as it is, except keys in `free`."""
     overrides = recipes.parse_overrides(list(row.overrides))
     fixed = {f"{override.section}.{override.name}" for override in overrides}
     check_compiler()
-    state = Search(row, target.gpu, frozenset(fixed & {*candidates.KEYS}))
+    state = Search(row, target.gpu, frozenset(fixed & {*candidates.KEYS} - free))
     with progress() as bar:
         task = bar.add_task(f"{row.recipe} {row.row}", total=limit)
         while batch := state.batch(min(BATCH, limit - len(state.tried))):

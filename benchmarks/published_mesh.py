@@ -1,0 +1,217 @@
+"""Forecasts our program on the mesh of the published one.
+
+The mesh of most of our rows was chosen by the shortest forecast, so the forecast on it is biased
+low. The published mesh was not. Next to each other, the two ratios to the published step show how
+much of a row's gain comes from the mesh.
+
+    python benchmarks/published_mesh.py [ROW ..]     # plans what is missing, for instance grok1
+    python benchmarks/published_mesh.py --document   # writes the table of docs/forecast.md
+
+Tensor, pipeline, context and expert axes, virtual stages and microbatch are those of
+configs/published.csv. FSDP takes the GPUs that are left, as Megatron's distributed optimizer does.
+What is saved for the backward pass is not in that table, so a search chooses it (`CANDIDATES`).
+Results are kept in published_mesh.csv, and plans in results/plan.
+"""
+
+import argparse
+import csv
+import io
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from forecast import layouts
+from tables import replace_table, table
+
+from jaxbench.base.errors import RecipeError
+from jaxbench.base.files import write_whole
+from jaxbench.plan import candidates, search, systems
+from jaxbench.plan.plan import Plan
+from jaxbench.recipe import planned, published, recipes
+from jaxbench.recipe.settings import Run
+
+KEPT = Path(__file__).with_suffix(".csv")
+DOCUMENT = Path(__file__).parents[1] / "docs" / "forecast.md"
+MARK = "<!-- published mesh -->"
+
+CANDIDATES = 4
+"""Programs that are compiled for each row, at most."""
+
+CHOSEN = frozenset({*candidates.POLICY, "execution.xla_flags"})
+"""The settings that the search may change."""
+
+AXES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
+"""Our axes by the columns of published.csv."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of published.csv that names a mesh of several axes, and its line there."""
+
+    row: published.Row
+    layout: str
+    line: dict[str, str]
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Recipe, GPU and number of GPUs, as the table of all plans has them."""
+        work = f"{self.row.workload.replace('.', '')}_{self.row.size}_{self.row.dtype}"
+        return work, self.row.gpu_type, str(self.row.gpus)
+
+    @property
+    def target(self) -> systems.Target:
+        return systems.find(self.row.gpu_type)
+
+    def settings(self) -> list[str]:
+        """The `--set` entries of the published mesh. Megatron's expert ranks may span the tensor
+        ranks of attention; ours do not, so they are at most the rest of the GPUs."""
+        axes = {axis: int(self.line[column] or 1) for column, axis in AXES.items()}
+        left = self.row.gpus // (axes["tensor"] * axes["pipeline"] * axes["context"])
+        axes["expert"] = min(axes["expert"], left)
+        axes["fsdp"] = left // axes["expert"]
+        pipelined = axes["pipeline"] > 1
+        axes["virtual_stages"] = int(self.line["vp"] or 1) if pipelined else 1
+        return [
+            *(f"parallelism.{axis}={size}" for axis, size in axes.items()),
+            f"batch.microbatch={self.line['mbs'] or 1}",
+            "execution.xla_flags=tuned",
+            "execution.replica_sums=step",
+            "execution.expert_parts=1",
+            "execution.remat=full",
+            "execution.offload=none",
+        ]
+
+    def run(self) -> Run:
+        """Our row on the published mesh, with full remat. Raises RecipeError if it cannot run."""
+        recipe = recipes.load(self.key[0]).on(self.row.gpu)
+        return recipes.resolve(
+            recipe, self.row.gpus, overrides=recipes.parse_overrides(self.settings())
+        )
+
+
+def rows() -> list[Published]:
+    """The rows whose published mesh has another axis than FSDP and data."""
+    with (recipes.config_folder() / "published.csv").open() as file:
+        lines = [*csv.DictReader(file)]
+    return [
+        Published(row, layout, line)
+        for row, layout, line in zip(published.rows(), layouts(), lines, strict=True)
+        if any(int(line[column] or 1) > 1 for column in AXES)
+    ]
+
+
+def best_plan(found: Published) -> Plan | str:
+    """The fastest plan that fits, or the reason why there is none."""
+    recipe = recipes.load(found.key[0]).on(found.row.gpu)
+    try:
+        run = found.run()
+    except RecipeError as error:
+        return str(error)
+    state = search.run(recipe, run, recipe.name, CANDIDATES, found.target, free=CHOSEN)
+    best = state.best()
+    if best and (plan := state.tried[best].plan):
+        return plan
+    tried = [outcome for outcome in state.tried.values() if outcome.plan]
+    if not tried:
+        return next(outcome.error for outcome in state.tried.values())
+    size = min(tried, key=lambda outcome: outcome.peak).peak / 2**30
+    return f"does not fit: {size:.1f} GiB"
+
+
+def cells(found: Published, plan: Plan | str) -> dict[str, str]:
+    """The line of a row in published_mesh.csv."""
+    recipe, gpu, gpus = found.key
+    cells = {"recipe": recipe, "GPU": gpu, "GPUs": gpus, "published layout": found.layout}
+    empty = dict.fromkeys(("mesh", "saved", "forecast s", "low s", "high s", "peak GiB"), "")
+    cells |= empty | {"planned": time.strftime("%Y-%m-%d"), "failed": ""}
+    if isinstance(plan, str):
+        return cells | {"failed": plan}
+    execution, interval = plan.settings["execution"], plan.forecast.interval
+    host = f", in host memory {execution['offload']}" if execution["offload"] != "none" else ""
+    return cells | {
+        "mesh": plan.mesh,
+        "saved": f"{execution['remat']}{host}",
+        "forecast s": f"{plan.forecast_step_s:.3f}",
+        "low s": f"{interval.low_s:.3f}",
+        "high s": f"{interval.high_s:.3f}",
+        "peak GiB": f"{plan.bytes_per_device.peak / 2**30:.1f}",
+    }
+
+
+def kept() -> dict[tuple[str, str, str], dict[str, str]]:
+    """The lines of published_mesh.csv by recipe, GPU and number of GPUs."""
+    if not KEPT.is_file():
+        return {}
+    with KEPT.open() as file:
+        return {(line["recipe"], line["GPU"], line["GPUs"]): line for line in csv.DictReader(file)}
+
+
+def keep(lines: dict[tuple[str, str, str], dict[str, str]]) -> None:
+    """Writes published_mesh.csv, in the order of published.csv."""
+    ordered = [lines[found.key] for found in rows() if found.key in lines]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ordered[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(ordered)
+    write_whole(KEPT, text.getvalue())
+
+
+def document() -> str:
+    """The table of the document: the forecast on both meshes over the published step."""
+    lines, chosen = kept(), {}
+    for line in planned.read()[1]:
+        chosen[line["recipe"], line["GPU"], line["GPUs"]] = line
+    every = rows()
+    known = [found for found in every if found.key in lines]
+    return "\n".join([
+        f"{len(known)} of {len(every)} rows that name a mesh are planned on it so far.", "",
+        *table(
+            ["recipe", "GPU", "GPUs", "published layout", "published s", "forecast there s",
+             "90 % interval", "over published", "forecast on our mesh s", "over published",
+             "our mesh", "saved there"],
+            (shown(found, lines[found.key], chosen[found.key]) for found in known),
+        ),
+    ])  # fmt: skip
+
+
+def shown(found: Published, line: dict[str, str], chosen: dict[str, str]) -> Iterator[str]:
+    """The cells of a row in the document."""
+    step_s = found.row.step_time_s
+    yield from (*found.key, found.layout, f"{step_s:.3f}")
+    if line["failed"]:
+        yield from (line["failed"], "", "")
+    else:
+        yield from (line["forecast s"], f"{line['low s']} to {line['high s']}")
+        yield f"{float(line['forecast s']) / step_s:.2f}"
+    yield from (chosen["forecast s"], f"{float(chosen['forecast s']) / step_s:.2f}")
+    yield from (chosen["mesh"], line["saved"])
+
+
+def main() -> None:
+    """Plans what is missing, or writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", nargs="*", help="parts of names, as llama31_70b_bf16-h100-64")
+    parser.add_argument("--document", action="store_true", help="write the table, plan nothing")
+    args = parser.parse_args()
+    if args.document:
+        replace_table(DOCUMENT, document(), MARK)
+        return
+    for found in rows():
+        name = "-".join(found.key)
+        if found.key in kept() or not (
+            not args.rows or any(name.startswith(part) for part in args.rows)
+        ):
+            continue
+        line = cells(found, best_plan(found))
+        keep(kept() | {found.key: line})
+        print(f"{name}, {found.layout}: {line['failed'] or line['forecast s'] + ' s'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
