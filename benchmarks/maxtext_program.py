@@ -130,7 +130,9 @@ class Program:
         for axis, size in self.mesh.items():
             inside = node if axis == inner else 1
             mesh |= {f"ici_{axis}_parallelism": inside, f"dcn_{axis}_parallelism": size // inside}
-        return BASE | {
+        # Without this factor MaxText compiles a step for one sequence per GPU, not for fewer.
+        fewer = {"expansion_factor_real_data": self.batch} if self.batch < 1 else {}
+        return BASE | fewer | {
             "quantization": "fp8" if self.dtype == "fp8" else "",
             "max_target_length": self.sequence,
             "per_device_batch_size": self.batch,
