@@ -16,6 +16,7 @@ All programs are compiled in one way:
 """
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -40,6 +41,10 @@ from jaxbench.plan import hlo_file
 from jaxbench.plan.plan import Memory
 from jaxbench.xla import flags
 from jaxbench.xla.schedule import Walk
+
+SLICE = 8
+"""GPUs of a slice of MaxText's topology `a3`, whatever our GPU. Only the number of all GPUs counts,
+since `lowered` makes the mesh."""
 
 GUIDED = 0.01
 """If a run had a profile, and waits for collectives are a larger share of our step than this, the
@@ -101,8 +106,8 @@ class Program:
     """A train step of MaxText on GPUs that are not there.
 
     `batch` is in sequences per GPU, and `combine` has the bytes up to which XLA combines
-    all-reduces, all-gathers and reduce-scatters. The last axis of `mesh` fills a node. `nic` is in
-    GB/s, for a network adapter other than the GPU's usual one.
+    all-reduces, all-gathers and reduce-scatters. The last axis of `mesh` is the innermost. `nic` is
+    in GB/s, for a network adapter other than the GPU's usual one.
     """
 
     gpu: str
@@ -124,20 +129,18 @@ class Program:
     @property
     def maxtext_options(self) -> dict[str, object]:
         """MaxText's options."""
-        inner = [*self.mesh][-1]
-        node = min(self.target.node, self.gpus)
         mesh: dict[str, int] = {}
-        for axis, size in self.mesh.items():
-            inside = node if axis == inner else 1
+        left = SLICE
+        for axis, size in reversed(self.mesh.items()):
+            inside = math.gcd(size, left)
+            left //= inside
             mesh |= {f"ici_{axis}_parallelism": inside, f"dcn_{axis}_parallelism": size // inside}
-        # Without this factor MaxText compiles a step for one sequence per GPU, not for fewer.
-        fewer = {"expansion_factor_real_data": self.batch} if self.batch < 1 else {}
-        return BASE | fewer | {
+        return BASE | {
             "quantization": "fp8" if self.dtype == "fp8" else "",
             "max_target_length": self.sequence,
             "per_device_batch_size": self.batch,
             "compile_topology": "a3",
-            "compile_topology_num_slices": self.gpus // node,
+            "compile_topology_num_slices": self.gpus // SLICE,
         } | mesh | self.options  # fmt: skip
 
     @property

@@ -17,8 +17,7 @@ def test_both_sides_do_the_same_work(script):
             options = program.maxtext_options
             sequences = options["per_device_batch_size"] * options["gradient_accumulation_steps"]
             assert sequences * program.gpus == run.batch.global_batch, peer.name
-            if program.batch < 1:
-                assert options["expansion_factor_real_data"] == program.batch, peer.name
+            assert options["compile_topology_num_slices"] * 8 == program.gpus, peer.name
             assert options["base_num_decoder_layers"] == run.model.layers, peer.name
             accumulates = options["gradient_accumulation_steps"] > 1
             assert not (accumulates and program.dtype == "fp8"), peer.name
