@@ -74,13 +74,9 @@ class Figure:
 
 def table_figures() -> list[Figure]:
     """The figures of published.csv."""
-    names = {}
-    for recipe in recipes.load_all():
-        run = recipes.resolve(recipe, recipes.SMOKE)
-        names[run.model.family, run.model.size, run.precision.dtype] = recipe.name
     return [
         Figure(
-            names[r.workload, r.size, r.dtype], r.gpu_type, r.gpus,
+            r.recipe, r.gpu_type, r.gpus,
             r.tokens_per_step / r.step_time_s / r.gpus, layout, r.source_file, r.gbs,
         )
         for r, layout in zip(published.rows(), layouts(), strict=True)
@@ -91,13 +87,17 @@ AXES = {"tp": "TP", "pp": "PP", "cp": "CP", "ep": "EP", "fsdp": "FSDP"}
 """Axes by column of published.csv, as anchors.csv spells them."""
 
 
+def mesh_lines() -> list[dict[str, str]]:
+    """The lines of published.csv, with the columns of meshes that `published.Row` leaves out."""
+    with (recipes.config_folder() / "published.csv").open() as file:
+        return [*csv.DictReader(file)]
+
+
 def layouts() -> list[str]:
     """The published program's parallelism for each row: axes of more than one rank."""
-    with (recipes.config_folder() / "published.csv").open() as file:
-        lines = [*csv.DictReader(file)]
     ranks = [
         [f"{axis}{line[name]}" for name, axis in AXES.items() if line[name] not in ("", "1")]
-        for line in lines
+        for line in mesh_lines()
     ]
     return [" ".join(axes) or "data alone" for axes in ranks]
 

@@ -134,6 +134,11 @@ def our_plan(peer: Peer, folder: Path) -> Path:
     return folder / f"{peer.name}.json"
 
 
+def failure(stem: Path) -> Path:
+    """The file with the error of a program of MaxText that does not compile."""
+    return maxtext.path(stem, ".error.txt")
+
+
 def compile_missing(python: str, peer: Peer, folder: Path) -> None:
     """Compiles our program and MaxText's, except those in the folder. A program of MaxText that
     does not compile leaves its error in a file of its own."""
@@ -147,7 +152,7 @@ def compile_missing(python: str, peer: Peer, folder: Path) -> None:
         print(f"{peer.name}: ours {found.forecast_step_s:.3f} s", flush=True)
     for program in peer.programs():
         stem = peer.stem(program, folder)
-        error = maxtext.path(stem, ".error.txt")
+        error = failure(stem)
         if error.is_file():
             continue
         try:
@@ -183,7 +188,8 @@ def theirs(program: maxtext.Program, stem: Path, target: systems.Target, needed:
 
 
 def pair(peer: Peer, folder: Path) -> Pair | None:
-    """Both sides, from the folder; None if one is missing."""
+    """Both sides, from the folder. None if a program is missing that no error accounts for, or if
+    none of MaxText's can be compared."""
     if not our_plan(peer, folder).is_file():
         return None
     planned = plan.read(our_plan(peer, folder))
@@ -202,11 +208,14 @@ def pair(peer: Peer, folder: Path) -> Pair | None:
         for one, program in tries
         if maxtext.path(stem := peer.stem(program, folder), ".json").is_file()
     ]
+    failed = sum(failure(peer.stem(program, folder)).is_file() for _, program in tries)
+    if len(found) + failed < len(tries):
+        return None
     known = [side for ran, side in found if (ran or side.fits) and not side.step.forecast.unknown]
     if not known:
         return None
     best = min(known, key=lambda side: side.step_s)
-    return Pair(peer, ours, best, len(found), len(tries) - len(found))
+    return Pair(peer, ours, best, len(found), failed)
 
 
 QUANTITIES: dict[str, Any] = {

@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from forecast import layouts
+from forecast import layouts, mesh_lines
 from tables import replace_table, table
 
 from jaxbench.base.errors import RecipeError
@@ -61,8 +61,11 @@ class Published:
     @property
     def key(self) -> tuple[str, str, str]:
         """Recipe, GPU and number of GPUs, as the table of all plans has them."""
-        work = f"{self.row.workload.replace('.', '')}_{self.row.size}_{self.row.dtype}"
-        return work, self.row.gpu_type, str(self.row.gpus)
+        return self.row.recipe, self.row.gpu_type, str(self.row.gpus)
+
+    @property
+    def recipe(self) -> recipes.Recipe:
+        return recipes.load(self.row.recipe).on(self.row.gpu)
 
     @property
     def target(self) -> systems.Target:
@@ -89,31 +92,27 @@ class Published:
 
     def run(self) -> Run:
         """Our row on the published mesh, with full remat. Raises RecipeError if it cannot run."""
-        recipe = recipes.load(self.key[0]).on(self.row.gpu)
-        return recipes.resolve(
-            recipe, self.row.gpus, overrides=recipes.parse_overrides(self.settings())
-        )
+        overrides = recipes.parse_overrides(self.settings())
+        return recipes.resolve(self.recipe, self.row.gpus, overrides=overrides)
 
 
 def rows() -> list[Published]:
     """The rows whose published mesh has another axis than FSDP and data."""
-    with (recipes.config_folder() / "published.csv").open() as file:
-        lines = [*csv.DictReader(file)]
     return [
         Published(row, layout, line)
-        for row, layout, line in zip(published.rows(), layouts(), lines, strict=True)
+        for row, layout, line in zip(published.rows(), layouts(), mesh_lines(), strict=True)
         if any(int(line[column] or 1) > 1 for column in AXES)
     ]
 
 
 def best_plan(found: Published) -> Plan | str:
     """The fastest plan that fits, or the reason why there is none."""
-    recipe = recipes.load(found.key[0]).on(found.row.gpu)
     try:
         run = found.run()
     except RecipeError as error:
         return str(error)
-    state = search.run(recipe, run, recipe.name, CANDIDATES, found.target, free=CHOSEN)
+    name = found.row.recipe
+    state = search.run(found.recipe, run, name, CANDIDATES, found.target, free=CHOSEN)
     best = state.best()
     if best and (plan := state.tried[best].plan):
         return plan
@@ -127,14 +126,14 @@ def best_plan(found: Published) -> Plan | str:
 def cells(found: Published, plan: Plan | str) -> dict[str, str]:
     """The line of a row in published_mesh.csv."""
     recipe, gpu, gpus = found.key
-    cells = {"recipe": recipe, "GPU": gpu, "GPUs": gpus, "published layout": found.layout}
-    empty = dict.fromkeys(("mesh", "saved", "forecast s", "low s", "high s", "peak GiB"), "")
-    cells |= empty | {"planned": time.strftime("%Y-%m-%d"), "failed": ""}
+    line = {"recipe": recipe, "GPU": gpu, "GPUs": gpus, "published layout": found.layout}
+    line |= dict.fromkeys(("mesh", "saved", "forecast s", "low s", "high s", "peak GiB"), "")
+    line |= {"planned": time.strftime("%Y-%m-%d"), "failed": ""}
     if isinstance(plan, str):
-        return cells | {"failed": plan}
+        return line | {"failed": plan}
     execution, interval = plan.settings["execution"], plan.forecast.interval
     host = f", in host memory {execution['offload']}" if execution["offload"] != "none" else ""
-    return cells | {
+    return line | {
         "mesh": plan.mesh,
         "saved": f"{execution['remat']}{host}",
         "forecast s": f"{plan.forecast_step_s:.3f}",
@@ -169,8 +168,10 @@ def document() -> str:
         chosen[line["recipe"], line["GPU"], line["GPUs"]] = line
     every = rows()
     known = [found for found in every if found.key in lines]
+    failed = sum(lines[found.key]["failed"] != "" for found in known)
     return "\n".join([
-        f"{len(known)} of {len(every)} rows that name a mesh are planned on it so far.", "",
+        f"{len(known) - failed} of {len(every)} rows that name a mesh are planned on it so far; "
+        f"{failed} of those that were tried have no forecast there.", "",
         *table(
             ["recipe", "GPU", "GPUs", "published layout", "published s", "forecast there s",
              "90 % interval", "over published", "forecast on our mesh s", "over published",
@@ -196,7 +197,7 @@ def shown(found: Published, line: dict[str, str], chosen: dict[str, str]) -> Ite
 def main() -> None:
     """Plans what is missing, or writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("rows", nargs="*", help="parts of names, as llama31_70b_bf16-h100-64")
+    parser.add_argument("rows", nargs="*", help="beginnings of names, as llama31_70b_bf16-h100")
     parser.add_argument("--document", action="store_true", help="write the table, plan nothing")
     args = parser.parse_args()
     if args.document:
@@ -204,9 +205,8 @@ def main() -> None:
         return
     for found in rows():
         name = "-".join(found.key)
-        if found.key in kept() or not (
-            not args.rows or any(name.startswith(part) for part in args.rows)
-        ):
+        wanted = not args.rows or name.startswith(tuple(args.rows))
+        if not wanted or found.key in kept():
             continue
         line = cells(found, best_plan(found))
         keep(kept() | {found.key: line})

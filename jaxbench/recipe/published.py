@@ -69,6 +69,11 @@ class Row:
         return titled(f"{self.workload} {self.size}", self.gpu)
 
     @property
+    def recipe(self) -> str:
+        """The name of our recipe for this work."""
+        return f"{self.workload.replace('.', '')}_{self.size}_{self.dtype}"
+
+    @property
     def gpu(self) -> hardware.Gpu:
         """The kind of GPU on which it was measured."""
         return hardware.PLANNED[self.gpu_type]
@@ -165,8 +170,7 @@ def lookup(run: Run, gpu: hardware.Gpu | None = hardware.H100) -> Row | None:
 @cache
 def _recipe_run(row: Row) -> Run:
     """The row of our recipe that does the work of a published row."""
-    name = f"{row.workload.replace('.', '')}_{row.size}_{row.dtype}"
-    return recipes.resolve(recipes.load(name).on(row.gpu), row.gpus)
+    return recipes.resolve(recipes.load(row.recipe).on(row.gpu), row.gpus)
 
 
 def _candidates(run: Run, gpu: hardware.Gpu | None) -> list[Row]:
