@@ -51,8 +51,8 @@ PAIRED = 6
 """The number of single changes, the most promising ones, that are also tried two at a time."""
 
 CAUTION = 0.95
-"""The share of the memory limit that the estimate for a new layout may reach, since it is off by a
-few GiB."""
+"""The share of the memory limit that the estimate for a new layout may reach at first, since it is
+off by a few GiB. What may fit nevertheless is compiled when nothing else is left to try."""
 
 REASON_WIDTH = 70
 """Characters of a reason in the table. `--json` has all of it."""
@@ -111,6 +111,15 @@ class Search:
         best = self.best()
         if best is None:
             return self._to_fit()
+        return self._next_to(best, CAUTION) or self._next_to(best, 1.0)
+
+    def _next_to(self, best: Run, caution: float) -> list[Run]:
+        """The same, next to a candidate that fits. Estimates for new layouts may reach this share
+        of the memory limit."""
+
+        def fastest(run: Run) -> tuple[Run, float] | None:
+            return self._fastest(run, caution)
+
         best_s = self.tried[best].seconds
         near = [run for run in self.layouts if candidates.distance(run, best) == 1]
         single = [_with_options_of(run, best) for run in near]
@@ -118,13 +127,13 @@ class Search:
         other = candidates.other_options(best, self.fixed)
         before = options(best)
         single += [run for run in other if slower.isdisjoint({*options(run)} - {*before})]
-        found = dict(filter(None, map(self._fastest, single)))
+        found = dict(filter(None, map(fastest, single)))
         promising = [run for run in sorted(found, key=found.__getitem__) if found[run] < best_s]
         pairs = (merged(one, other, best) for one, other in combinations(promising[:PAIRED], 2))
         fit = [run for run in pairs if run and least_state(run) <= self.limit]
-        found |= dict(filter(None, map(self._fastest, fit)))
+        found |= dict(filter(None, map(fastest, fit)))
         found = {run: seconds for run, seconds in found.items() if seconds < (1 + DOUBT) * best_s}
-        again = self._fastest(best)
+        again = fastest(best)
         if again and again[1] < WORTH * best_s:
             found[again[0]] = again[1]
         return sorted(found, key=found.__getitem__)
@@ -146,7 +155,7 @@ class Search:
                 break
         return result
 
-    def _fastest(self, run: Run) -> tuple[Run, float] | None:
+    def _fastest(self, run: Run, caution: float = CAUTION) -> tuple[Run, float] | None:
         """The layout and options of a run with the policy that we expect to be fastest among those
         that we expect to fit, and its step in seconds. None if that was tried already, or if this
         layout did not compile."""
@@ -157,7 +166,7 @@ class Search:
         best = self.best()
         near = compiled or [best or min(self.tried, key=lambda other: self.tried[other].peak)]
         peaks = [(estimated_peak(other), self.tried[other].peak) for other in near]
-        room = self.limit * (1 if compiled else CAUTION)
+        room = self.limit * (1 if compiled else caution)
         every = candidates.policies(run, self.remat, self.offload)
         if best and run.parallelism.pipeline == 1:
             every = [candidates.policy_of(best), *every]

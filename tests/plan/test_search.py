@@ -8,7 +8,9 @@ from dataclasses import replace
 from math import log2
 
 import pytest
+import yaml
 from cases import tiered
+from commands import ROOT
 from compiled import needs_compiler
 from made_plans import made
 
@@ -238,6 +240,18 @@ def test_what_keeps_everything_may_fit_without_gathered_weights():
     assert second.execution.remat == "query,key,value,attention,residual,gate,up"
 
 
+def test_what_may_hardly_fit_is_tried_last():
+    """All activations saved without a second axis: 68 of 71 GiB."""
+    run = row(
+        "llama31_8b_bf16", 8, "parallelism.fsdp=2", "parallelism.tensor=4", "execution.remat=full"
+    )
+    searching = Search(run, H100, frozenset(["parallelism.pipeline", "batch.microbatch"]))
+    simulate(searching, LIMIT // 2, 2 * 2**30)
+    found = searching.best()
+    assert (found.parallelism.fsdp, found.execution.remat) == (8, "none")
+    assert searching.tried[found].peak > search.CAUTION * searching.limit
+
+
 def test_what_cannot_fit_is_not_compiled():
     """By what the parameters alone take."""
     run = row("llama2_70b_fp8", 64)
@@ -443,6 +457,32 @@ def test_why_names_the_part_that_is_longer(small):
     big = replace(plan, bytes_per_device=size, fits=False)
     assert search.why(big, plan) == "does not fit: 3.0 GiB over the limit"
     assert search.why(plan, plan) == ""
+
+
+PLANTED = {
+    ("llama31_8b_bf16", 8): {"fsdp": 2, "tensor": 4, "remat": "full"},
+    ("llama2_70b_bf16", 64): {"fsdp": 8, "tensor": 8, "remat": "full", "offload": "none"},
+    ("gpt3_5b_bf16", 16): {"fsdp": 2, "context": 8, "microbatch": 2, "remat": "full"},
+}
+"""Rows, and settings that make each slower."""
+
+
+@pytest.mark.nightly
+@needs_compiler
+@pytest.mark.parametrize("name_gpus", PLANTED, ids=str)
+def test_a_search_finds_a_mesh_as_fast_as_a_persons(name_gpus, tmp_path, monkeypatch):
+    """From a mesh that is far from the recipe's, in half of the default number of plans."""
+    monkeypatch.setattr(processes, "CACHE", tmp_path / "cache")
+    name, gpus = name_gpus
+    wanted = said("--config", name, "--gpus", gpus)["forecast_step_s"]
+    content = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
+    content["rows"] = {gpus: content["rows"][gpus] | PLANTED[name_gpus]}
+    path = tmp_path / "planted.yaml"
+    path.write_text(yaml.safe_dump(content))
+    found = said("--config", path, "--gpus", gpus, "--search", "--limit", LIMIT // 2)
+    start = next(line for line in found["candidates"] if line["set"] == [])
+    assert start["step_s"] > 1.05 * wanted
+    assert found["best"]["step_s"] <= 1.01 * wanted
 
 
 def test_the_line_that_says_why_a_process_failed():
