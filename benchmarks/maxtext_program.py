@@ -210,6 +210,18 @@ def saved_by_name() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def tokamax_for(device: Any) -> Iterator[None]:
+    """Makes tokamax choose its kernels for this device, while a program is traced. It asks for the
+    default device, which is a CPU here."""
+    from jax.extend import backend
+
+    from jaxbench.jax_internals import replaced
+
+    with replaced(backend, "get_default_device", lambda: device):
+        yield
+
+
 def lowered(program: Program) -> Any:
     """MaxText's lowered train step; runs in its environment."""
     os.environ["DECOUPLE_GCLOUD"] = "TRUE"
@@ -242,6 +254,7 @@ def lowered(program: Program) -> Any:
         logical_axis_rules(config.logical_axis_rules),
         attention_for_mesh(),
         saved_by_name(),
+        tokamax_for(devices.flat[0]),
     ):
         return jax.jit(
             step, in_shardings=ins, out_shardings=outs, static_argnums=static, donate_argnums=donate

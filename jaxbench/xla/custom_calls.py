@@ -34,6 +34,10 @@ ATTENTION = {"__cudnn$fmhaSoftmax": 1, "__cudnn$fmhaSoftmaxBackward": 2}
 dim of values: forward QK^T and PV; backward dQ and dK, dP and dV. The scores that the backward
 kernel computes again are not counted."""
 
+TOKAMAX = r"/(ragged_dot|ragged_contracting_dim_dot)_sm\d+/"
+"""Pattern of tokamax's name of a grouped matmul, in the scope of its call; the second is that of a
+gradient of weights."""
+
 GEMM, QUANTIZE, AMAX = "te_gemm_v2_ffi", "te_dbias_quantize_ffi", "te_rht_amax_ffi"
 """Calls of Transformer Engine."""
 
@@ -86,6 +90,26 @@ def pallas(i: Instruction, scope: Scope) -> Work | None:
     )
 
 
+def mosaic(i: Instruction, scope: Scope) -> Work | None:
+    """A grouped matmul of tokamax (0.0.17); None for other Mosaic kernels.
+
+    We count all rows, in groups of equal size. The operands are `[rows, k]` and `[groups, k, n]`.
+    Those of gradients of weights are `[k, rows]` and `[rows, n]`, and the result is
+    `[groups, k, n]`.
+    """
+    name = i.attribute(TOKAMAX)
+    if name is None:
+        return None
+    if name != "ragged_dot":
+        dtype, (k, rows) = scope[i.operands[-2]].arrays[0]
+        groups, _, n = i.arrays[0][1]
+    else:
+        dtype, (rows, k) = scope[i.operands[0]].arrays[0]
+        groups, _, n = scope[i.operands[1]].arrays[0][1]
+    kind = "grouped" if name == "ragged_dot" else "grouped_weights"
+    return Work(kind, dtype, 2 * rows * n * k, (groups, -(-rows // groups), n, k))
+
+
 def engine_matmul(i: Instruction, scope: Scope) -> Work:
     """A matmul by Transformer Engine of [m, k] and [n, k], or of their transposes: the sizes of the
     three arrays multiply to (m n k)^2. In NVFP4 two kernels before it swizzle the scales."""
@@ -117,11 +141,13 @@ RULES: Rules = {
     **dict.fromkeys(ATTENTION, attention),
     "__cudnn$blockScaledDot": block_scaled,
     "__gpu$xla.gpu.triton": pallas,
+    "mosaic_gpu_v2": mosaic,
     GEMM: engine_matmul,
     QUANTIZE: engine_quantization,
     AMAX: engine_quantization,
 }
-"""The rule for each custom call that a step of this package can contain, by target."""
+"""The rules for custom calls, by target: all that a step of this package can contain, and tokamax's
+grouped matmuls, which MaxText calls."""
 
 
 def scaling_modes(program: Program) -> set[str | None]:
