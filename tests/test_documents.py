@@ -8,6 +8,7 @@ import yaml
 from commands import ROOT
 
 import jaxbench
+from jaxbench.recipe import planned
 
 PACKAGE = Path(jaxbench.__file__).parent
 OUTSIDE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
@@ -129,3 +130,28 @@ def test_the_hosted_workflow_runs_the_readme():
     steps = [step["run"].strip() for step in jobs["readme"]["steps"] if "run" in step]
     assert steps == [block.strip() for block in blocks]
     assert len(steps) == 2
+
+
+SAMPLE = re.compile(
+    r"^(?P<recipe>\w+), row (?P<row>\d+): (?P<mesh>[^,]+), NVIDIA (?P<device>\w+).*\n"
+    r" +fits +(?P<peak>[\d.]+) of (?P<limit>[\d.]+) GiB per GPU\n"
+    r" +step +(?P<step>[\d.]+) s \(90 % interval (?P<low>[\d.]+) to (?P<high>[\d.]+)\)",
+    re.MULTILINE,
+)
+"""The first lines of a plan, as documents show them."""
+
+
+def test_samples_of_plans_have_the_figures_of_the_table(document):
+    lines = {(line["recipe"], line["GPU"], line["GPUs"]): line for line in planned.read()[1]}
+    for found in SAMPLE.finditer(document.read_text()):
+        line = lines[found["recipe"], found["device"].lower(), found["row"]]
+        assert found["mesh"] == line["mesh"]
+        for name, column in (("peak", "peak GiB"), ("limit", "limit GiB"), ("step", "forecast s")):
+            assert found[name] == line[column], (found[0], name)
+        for name, column in (("low", "low s"), ("high", "high s")):
+            # Both are rounded, the sample to three digits.
+            assert float(found[name]) == pytest.approx(float(line[column]), rel=0.005), found[0]
+
+
+def test_documents_have_samples_of_plans():
+    assert sum(len(SAMPLE.findall(path.read_text())) for path in DOCUMENTS) >= 3
