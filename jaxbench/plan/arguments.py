@@ -95,8 +95,6 @@ def make_parser() -> Parser:
     add("--dump", type=Path, metavar="DIR", help="keep the scheduled program and the plan as JSON")
     add("--write-kernels", type=Path, metavar="FILE",
         help="write the matmuls and attention of --profile as measurements for --kernels")
-    add("--trace", type=Path, metavar="FILE",
-        help="write the expected step as a timeline for ui.perfetto.dev")
     return parser
 # fmt: on
 
@@ -110,9 +108,8 @@ def check_arguments(args: argparse.Namespace, gpu: hardware.Gpu) -> None:
         raise RecipeError("--write-kernels needs --profile")
     if len(modes) > 1:
         raise RecipeError(f"{' and '.join(modes)} exclude each other")
-    for name in ("dump", "trace"):
-        if modes and getattr(args, name) and not (modes == ["--hlo"] and name == "trace"):
-            raise RecipeError(f"--{name} is for a single plan, not for {modes[0]}")
+    if modes and args.dump:
+        raise RecipeError(f"--dump is for a single plan, not for {modes[0]}")
     ignored = [f"--{name}" for name in ("set", "config", "gpus") if getattr(args, name)]
     table = args.diff and any(spec.endswith(".csv") for spec in args.diff)
     formats = {"--diff": ["html"] if not table else [], "--all": [], "--hlo": ["json", "html"],
@@ -124,7 +121,7 @@ def check_arguments(args: argparse.Namespace, gpu: hardware.Gpu) -> None:
             raise RecipeError(f"{mode} does not take {ignored[0]}")
     if args.output and args.format == "text" and not args.all:
         raise RecipeError("--output needs --format json or html, or --all")
-    for name in ("output", "trace", "write_kernels"):
+    for name in ("output", "write_kernels"):
         if (path := getattr(args, name)) and not (name == "output" and args.all):
             check_folder(f"--{name.replace('_', '-')}", path)
     if args.kernels:

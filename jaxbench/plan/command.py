@@ -142,7 +142,7 @@ def plan_one(args: argparse.Namespace, target: Target) -> int:
     JSON; a page has the last one."""
     run, _ = resolve(args.config, args.gpus, args.set, target.gpu)
     with compiling(run):
-        plan = make_plan(run, target, args.dump, args.trace)
+        plan = make_plan(run, target, args.dump)
     if args.dump:
         write_json(args.dump / "plan.json", plan)
     if args.format == "text":
@@ -172,7 +172,7 @@ def read_file(args: argparse.Namespace, target: Target) -> int:
             as_text = as_json if args.format == "json" else compare_profile.report
             content = as_text(compared)
         else:
-            step = hlo_file.read(args.hlo, target, args.trace)
+            step = hlo_file.read(args.hlo, target)
             content = hlo_file.FORMATS[args.format](step)
     write(content, args.output)
     return 0

@@ -8,7 +8,7 @@ collectives that run at the same time. Both times of a collective include its wa
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -24,7 +24,6 @@ from jaxbench.forecast.tables import Tables
 from jaxbench.jax_internals import profile_events, profiled_instruction
 from jaxbench.plan.compiled_step import axes_of
 from jaxbench.plan.hlo_file import joined, parse, whole_text
-from jaxbench.plan.trace import unrolled
 from jaxbench.recipe.settings import AXES
 from jaxbench.results.plans import part_name
 from jaxbench.results.profiled import COMPARED, WAITS, Compared, Difference, Part
@@ -32,7 +31,7 @@ from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import GROUPED, PROFILED, Work, display_name
 from jaxbench.xla.memory import readable
 from jaxbench.xla.schedule import Walk
-from jaxbench.xla.timeline import EXPOSED, KERNELS, Kernel, Schedule
+from jaxbench.xla.timeline import KERNELS, Kernel, Repeated, Schedule, Slice
 
 LARGEST = 10
 """The number of differences of single kernels that we list."""
@@ -94,14 +93,23 @@ def read_profile(folder: Path) -> Profile:
     return Profile(folder, dict(launches))
 
 
+def unrolled(slices: Sequence[Slice | Repeated], start_s: float = 0.0) -> Iterator[Slice]:
+    """Every slice of every iteration, with times from the start of the step."""
+    for entry in slices:
+        if isinstance(entry, Slice):
+            yield replace(entry, start_s=start_s + entry.start_s)
+        else:
+            for n in range(entry.times):
+                yield from unrolled(entry.slices, start_s + entry.start_s + n * entry.seconds)
+
+
 def planned(schedule: Schedule) -> dict[str, Planned]:
-    """The expected seconds and launches per step of each instruction, without waits."""
+    """The expected seconds and launches per step of each instruction."""
     found: dict[str, Planned] = {}
     for entry in unrolled(schedule.slices):
-        if entry.stream != EXPOSED:
-            line = found.setdefault(entry.name, Planned(entry.cause, entry.stream))
-            line.seconds += entry.seconds
-            line.runs += entry.launches
+        line = found.setdefault(entry.name, Planned(entry.cause, entry.stream))
+        line.seconds += entry.seconds
+        line.runs += entry.launches
     return found
 
 

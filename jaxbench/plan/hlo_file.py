@@ -31,7 +31,6 @@ from jaxbench.plan.row_page import (
     total_bar,
 )
 from jaxbench.plan.systems import Target, system
-from jaxbench.plan.trace import write_trace
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.custom_calls import RULES
 from jaxbench.xla.hlo import Program, display_name
@@ -72,17 +71,14 @@ class HloStep(Step):
     assumed: list[str]
 
 
-def read(path: Path, target: Target, trace: Path | None = None) -> HloStep:
-    """The step of the program in a file on a GPU. The expected step is written to `trace`. Raises
-    RecipeError if the file holds no scheduled program for GPUs or if its devices do not fill nodes,
-    and RunFailed if something cannot be counted."""
+def read(path: Path, target: Target) -> HloStep:
+    """The step of the program in a file on a GPU. Raises RecipeError if the file holds no scheduled
+    program for GPUs or if its devices do not fill nodes, and RunFailed if something cannot be
+    counted."""
     content, program = parse(path, "--hlo")
     tables, gpu = target.tables(), placed(target.gpu, program.devices)
     with whole_text(path, "--hlo"):
-        step = _step(path, content, program, gpu, tables)
-    if trace is not None:
-        write_trace(trace, f"{path.name} on {gpu.name}", program, gpu, tables, joined)
-    return step
+        return _step(path, content, program, gpu, tables)
 
 
 def _step(path: Path, content: str, program: Program, gpu: Gpu, tables: Tables) -> HloStep:

@@ -22,7 +22,6 @@ from jaxbench.plan import ask_cudnn, stubs
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.compiled_step import Step, axes_of, step_of
 from jaxbench.plan.systems import Target, system
-from jaxbench.plan.trace import write_trace
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.build import restored
 from jaxbench.recipe.settings import Run
@@ -169,13 +168,11 @@ def read(path: Path) -> Plan:
         raise RecipeError(f"{path}: not a plan.json of `plan --dump`: {error}") from error
 
 
-def make_plan(
-    run: Run, target: Target, dump: Path | None = None, trace: Path | None = None
-) -> Plan:
+def make_plan(run: Run, target: Target, dump: Path | None = None) -> Plan:
     """Compiles one step of the run for absent GPUs and describes it.
 
-    The scheduled program is written to `dump`, and the expected step to `trace`. Raises RecipeError
-    if the GPUs do not fill nodes, and RunFailed if the program is not what the recipe asks for.
+    The scheduled program is written to `dump`. Raises RecipeError if the GPUs do not fill nodes,
+    and RunFailed if the program is not what the recipe asks for.
     """
     tables, gpu = target.tables(), placed(target.gpu, run.gpus)
     described, asking = ask_cudnn.for_compiler(gpu)
@@ -194,9 +191,6 @@ def make_plan(
     if dump is not None:
         (dump / "program.hlo.txt").write_text(compiled.as_text())
     program, options = parse_program(compiled, run), flags.options(run, "gpu")
-    if trace is not None:
-        title = f"{run.recipe} on {run.gpus} x {gpu.name}"
-        write_trace(trace, title, program, gpu, tables, lambda c: axes_of(c, run.mesh_shape))
     return describe(
         run,
         gpu,

@@ -127,7 +127,7 @@ class Walk:
                 total.occupy(direction, i.name, begins, ends - begins, launched)
                 if not i.opcode.endswith("-start"):
                     waited_s = link.finish(i.name, total.step_s)
-            total.wait(i.name, waited_s)
+            total.exposed_s += waited_s
             for callee, times in _bodies(i):
                 body = self._simulate(callee, costs)
                 computes = computes or body.computes
@@ -150,7 +150,7 @@ class Walk:
             if not i.opcode.endswith("-start") and (start := _start_name(i)) in running:
                 collective, seconds, end = running.pop(start)
                 exposed_s = max(0.0, end - total.step_s)
-                total.wait(i.name, exposed_s, collective)
+                total.exposed_s += exposed_s
                 total.transfers.append(
                     Transfer(collective, seconds, exposed_s, start not in uncovered)
                 )

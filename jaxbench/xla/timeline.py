@@ -16,10 +16,10 @@ FP8_SHARE = 0.22
 of their bytes in FP8, casts from bf16 a third, transposes of FP8 a half. Casts from fp32 write a
 fifth, and are as fast as other kernels."""
 
-KERNELS, EXPOSED = "kernels", "exposed"
+KERNELS = "kernels"
 LINKS = {True: "network", False: "NVLink"}
-"""Streams of a schedule: kernels and their waits; and the streams of collectives, by whether they
-cross domains. The streams of copies from and to the host are in `host`."""
+"""Streams of a schedule: kernels, and collectives by whether they cross domains. The streams of
+copies from and to the host are in `host`."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,7 @@ class Transfer:
 @dataclass(frozen=True, slots=True)
 class Slice:
     """An interval of a stream: the instruction that occupies it, the number of its launches, and
-    the kernel or collective that it runs or waits for. `start_s` counts from the start of its
-    computation."""
+    the kernel or collective that it runs. `start_s` counts from the start of its computation."""
 
     stream: str
     name: str
@@ -154,11 +153,6 @@ class Schedule:
         """Adds a slice, unless it has no launch and takes no time."""
         if seconds > 0 or launches:
             self.slices.append(Slice(stream, name, start_s, seconds, launches, cause))
-
-    def wait(self, name: str, seconds: float, cause: Collective | None = None) -> None:
-        """Adds seconds for which kernels wait."""
-        self.occupy(EXPOSED, name, self.step_s, seconds, cause=cause)
-        self.exposed_s += seconds
 
     def slow(self, name: str, seconds: float) -> None:
         """Adds seconds by which collectives slow down the kernels of the last instruction."""

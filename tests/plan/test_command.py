@@ -182,7 +182,6 @@ def test_tables_are_compared_row_by_row(changes, status, said, tmp_path, capsys)
         (["--limit", "3"], "--limit needs --search"),
         ([*ROW, "--output", "x"], "--output needs --format json or html"),
         ([*ROW, "--format", "html", "--output", "no/x.html"], "--output no/x.html: no such folder"),
-        ([*ROW, "--trace", "no/step.json"], "--trace no/step.json: no such folder"),
         (["--diff", "x.csv", "y.csv", "--format", "html"], "--diff does not take --format html"),
         (["--scaling"], "--scaling needs --config"),
         (["--scaling", "--config", "llama2_70b_fp8", "--gpus", "64"], "no --gpus"),

@@ -12,10 +12,8 @@ from jaxbench.forecast.costs import Measured
 from jaxbench.forecast.forecast import expected_schedule
 from jaxbench.forecast.tables import load
 from jaxbench.plan import command, compare_profile
-from jaxbench.plan.trace import unrolled
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.schedule import Walk
-from jaxbench.xla.timeline import EXPOSED
 
 SPACE = """
 planes {{
@@ -36,15 +34,14 @@ def made(folder, steps=2, slower=None, gap_s=0.0):
     longer, (slow, extra) = 0.0, slower or ("", 0.0)
     for step in range(steps):
         longer += gap_s
-        for each in unrolled(schedule.slices):
-            if each.stream != EXPOSED:
-                seconds = each.seconds + (extra if each.name == slow else 0.0)
-                start = step * schedule.step_s + longer + each.start_s
-                events = lines.setdefault(each.stream, [])
-                events.append(EVENT.format(
-                    start=round(1e12 * start), length=round(1e12 * seconds), name=each.name,
-                ))  # fmt: skip
-                longer += seconds - each.seconds
+        for each in compare_profile.unrolled(schedule.slices):
+            seconds = each.seconds + (extra if each.name == slow else 0.0)
+            start = step * schedule.step_s + longer + each.start_s
+            events = lines.setdefault(each.stream, [])
+            events.append(EVENT.format(
+                start=round(1e12 * start), length=round(1e12 * seconds), name=each.name,
+            ))  # fmt: skip
+            longer += seconds - each.seconds
     text = " ".join(
         f'lines {{ id: {n} name: "Stream #{n}" {" ".join(events)} }}'
         for n, events in enumerate(lines.values())
