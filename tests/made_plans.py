@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from jaxbench.base.hardware import H100, Gpu, placed
 from jaxbench.forecast.tables import load
-from jaxbench.plan import command, scaling, search
+from jaxbench.plan import command, search
 from jaxbench.plan.plan import Memory, Plan, StateBytes, describe
 from jaxbench.recipe import recipes
 from jaxbench.xla.hlo import Program
@@ -110,19 +110,6 @@ def slower(plan, step_s, **changes):
         plan, forecast_step_s=step_s, forecast=replace(f, step_s=step_s, parts_s=waiting),
         rates=plan.rates | {"forecast": rate}, **changes,
     )  # fmt: skip
-
-
-def scaled(output, monkeypatch):
-    """The page of a recipe's rows, each 10 % slower than the one before."""
-
-    def plan_all(runs, target, config):
-        plans = [made(gpus=run.gpus) for run in runs]
-        return [slower(p, p.forecast_step_s * (1 + n / 10)) for n, p in enumerate(plans)], {}
-
-    monkeypatch.setattr(scaling, "plan_all", plan_all)
-    arguments = ["--config", "llama31_8b_bf16", "--scaling"]
-    assert command.main([*arguments, "--format", "html", "--output", str(output)]) == 0
-    return output.read_text()
 
 
 def searched(output, monkeypatch):

@@ -10,7 +10,7 @@ from jaxbench.forecast.tables import load
 from jaxbench.recipe import recipes
 from jaxbench.recipe.checks import positive
 
-MODES = ("diff", "all", "hlo", "profile", "scaling", "search")
+MODES = ("diff", "all", "hlo", "profile", "search")
 """Options that do something else than planning one row."""
 
 DEFAULT_GPU = "h100"
@@ -24,7 +24,6 @@ EXAMPLES = """
     jaxbench plan --config llama31_8b_bf16 --gpus 8 --set batch.microbatch=2
     jaxbench plan --config llama2_70b_bf16 --gpus 64 --system nic=25    slower links
     jaxbench plan --config llama2_70b_bf16 --gpus 64 --format html --output plan.html
-    jaxbench plan --config llama31_8b_bf16 --scaling
     jaxbench plan --config llama31_405b_fp8 --gpus 512 --search --limit 12
     jaxbench plan --profile RUN/profile/rank-0                          a profile and its forecast
     jaxbench plan --diff 'llama2_70b_bf16:64 execution.remat=full' llama2_70b_bf16:64
@@ -63,8 +62,6 @@ def make_parser() -> Parser:
     add("--kernels", type=Path, metavar="FILE",
         help="measurements of jaxbench calibrate; a forecast uses them instead of the package's")
     add = parser.add_argument_group("instead of one row").add_argument
-    add("--scaling", action="store_true",
-        help="plan every row of a recipe, to see which parts of a step grow")
     add("--search", action="store_true",
         help="try other meshes, policies and schedules for the row")
     add("--limit", type=int, help=f"candidates that --search compiles (default {LIMIT})")
@@ -86,8 +83,8 @@ def make_parser() -> Parser:
         "from elsewhere, --hlo names the program")
     add = parser.add_argument_group("what to write").add_argument
     add("--format", choices=("text", "json", "html"), default="text",
-        help="default text; html is a page in a single file, for a row, --scaling, --search, "
-        "--hlo, or --diff of two plans")
+        help="default text; html is a page in a single file, for a row, --search, --hlo, "
+        "or --diff of two plans")
     add("--json", action="store_const", const="json", dest="format", help="short for --format json")
     add("--output", type=Path, metavar="PATH",
         help="file for --format json or html (default: print it), or folder for the table of "
@@ -129,8 +126,6 @@ def check_arguments(args: argparse.Namespace, gpu: hardware.Gpu) -> None:
     if args.limit is not None and not args.search:
         raise RecipeError("--limit needs --search")
     positive("--", args, "limit")
-    if args.scaling and (not args.config or args.gpus is not None):
-        raise RecipeError("--scaling needs --config, and no --gpus, since it plans all rows")
     if modes in ([], ["--search"]) and not args.config:
         raise RecipeError(
             "--config and --gpus are needed (or --all, --hlo FILE, --profile DIR, or --diff A B)"

@@ -22,7 +22,6 @@ from jaxbench.plan import (
     compare_profile,
     difference,
     hlo_file,
-    scaling,
     search,
     stubs,
     sweep,
@@ -115,7 +114,7 @@ def find_targets(args: argparse.Namespace) -> list[Target]:
 
 
 def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
-    """Runs `--diff`, `--all`, `--scaling` or `--search`. Returns the exit status."""
+    """Runs `--diff`, `--all` or `--search`. Returns the exit status."""
     target = targets[0]
     if args.diff and all(spec.endswith(".csv") for spec in args.diff):
         before, after = map(Path, args.diff)
@@ -131,9 +130,6 @@ def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
         row, recipe = resolve(args.config, args.gpus, args.set, target.gpu)
         limit = args.limit or LIMIT
         return search.search(recipe, row, args.config, limit, target, args.format, args.output)
-    if args.scaling:
-        recipe = recipes.load(args.config).on(target.gpu)
-        return scaling.scaling(recipe, args.config, args.set, target, args.format, args.output)
     return sweep.sweep(targets, args.output or CACHE)
 
 
@@ -194,7 +190,7 @@ def main(argv: Sequence[str] | None) -> int:
         try:
             if args.profile or args.hlo:
                 return read_file(args, targets[0])
-            if args.diff or args.all or args.scaling or args.search:
+            if args.diff or args.all or args.search:
                 return plan_many(args, targets)
             return plan_one(args, targets[0])
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The pages of `jaxbench plan --scaling`, `plan --search` and `compare`: pages of many plans."""
+"""The pages of `jaxbench plan --search` and `compare`: pages of many plans."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,91 +9,16 @@ from jaxbench.pages.charts import (
     Bar,
     Chart,
     Label,
-    chart_over_gpus,
     empty_chart,
     three_digits,
 )
 from jaxbench.pages.html import render
 from jaxbench.plan.compare_cells import Cell, Figures, as_table, train_state
 from jaxbench.recipe.names import gpus_name
-from jaxbench.results.plans import MINIMUM_S, part_name
-
-GROWING = ("ours", "other", "published")
-"""CSS classes of the parts that grow most, in their order."""
 
 Line = dict[str, Any]
 Series = dict[str, dict[int, float]]
 """Values by the name of a series and the number of GPUs."""
-
-
-def scaling_page(
-    work: str, target: str, device: str, lines: Sequence[Line], remarks: Sequence[str]
-) -> str:
-    """The page with the figures of each row (`scaling.figures`), for some work on GPUs of a target.
-    `remarks` are about the other rows."""
-    names = dict.fromkeys(name for line in lines for name in line["parts_s"])
-    first, last = lines[0], lines[-1]
-    share = last["published_efficiency"]
-    published = f" (published: {100 * share:.1f} %)" if share else ""
-    return render(
-        "scaling.html",
-        title=f"Scaling: {work}",
-        headline=f"{work} keeps {100 * last['efficiency']:.1f} % of its speed per GPU from "
-        f"{first['gpus']} to {gpus_name(last['gpus'], target)}{published}.",
-        device=device,
-        lines=lines,
-        charts=[*_scaling_charts(lines, [*names])] if len(lines) > 1 else [],
-        parts={name: part_name(name) for name in shown_parts(lines)},
-        remarks=remarks,
-    )  # fmt: skip
-
-
-def shown_parts(lines: Sequence[Line]) -> list[str]:
-    """The names of the parts of a step that are long enough to show in at least one of the rows."""
-    longest: dict[str, float] = {}
-    for name, seconds in (part for line in lines for part in line["parts_s"].items()):
-        longest[name] = max(seconds, longest.get(name, 0.0))
-    return [name for name, seconds in longest.items() if seconds >= MINIMUM_S]
-
-
-def _scaling_charts(lines: Sequence[Line], names: Sequence[str]) -> Iterator[Chart]:
-    """Charts of the efficiency, of the step for the same tokens per GPU, and of the parts that grow
-    most."""
-    scaled = {line["gpus"]: line["for_same_tokens_s"] for line in lines}
-    efficiency: Series = {"forecast": {line["gpus"]: 100 * line["efficiency"] for line in lines}}
-    step: Series = {"forecast": {gpus: sum(parts.values()) for gpus, parts in scaled.items()}}
-    if known := {line["gpus"]: line for line in lines if line["published_efficiency"]}:
-        shares = {gpus: line["published_efficiency"] for gpus, line in known.items()}
-        first_s = lines[0]["published_step_s"]
-        efficiency["published"] = {gpus: 100 * share for gpus, share in shares.items()}
-        step["published"] = {gpus: first_s / share for gpus, share in shares.items()}
-    yield _chart("Efficiency", "%", efficiency, ("ours", "published"))
-    yield _chart("Step for the same tokens per GPU", "s", step, ("ours", "published"))
-    before = scaled[lines[0]["gpus"]]
-    growth: Series = {
-        part_name(name): {
-            gpus: max(0.0, parts.get(name, 0.0) - before.get(name, 0.0))
-            for gpus, parts in scaled.items()
-        }
-        for name in names
-    }
-    most = sorted(growth, key=lambda name: -max(growth[name].values()))[: len(GROWING)]
-    grown = {name: growth[name] for name in most if max(growth[name].values()) >= MINIMUM_S}
-    if grown:
-        yield _chart(f"What grows from {counted(lines[0]['gpus'])}", "s", grown, GROWING)
-
-
-def _chart(title: str, unit: str, series: Series, classes: Sequence[str]) -> Chart:
-    """A chart of series over the number of GPUs, each in its CSS class."""
-    by_class = dict(zip(classes, series.values(), strict=False))
-    last = ([*points.values()][-1] for points in series.values())
-    labels: list[Label] = [*zip(classes, last, series, strict=False)]
-    described = "; ".join(
-        f"{name}: " + ", ".join(f"{y:.3f} on {counted(gpus)}" for gpus, y in points.items())
-        for name, points in series.items()
-    )
-    values = [y for points in series.values() for y in points.values()]
-    return chart_over_gpus(title, f"{unit}. {described}", unit, by_class, values, labels)
 
 
 def search_page(where: str, lines: Sequence[Line], limit: int, command: str, tried: str) -> str:

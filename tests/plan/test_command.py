@@ -183,11 +183,8 @@ def test_tables_are_compared_row_by_row(changes, status, said, tmp_path, capsys)
         ([*ROW, "--output", "x"], "--output needs --format json or html"),
         ([*ROW, "--format", "html", "--output", "no/x.html"], "--output no/x.html: no such folder"),
         (["--diff", "x.csv", "y.csv", "--format", "html"], "--diff does not take --format html"),
-        (["--scaling"], "--scaling needs --config"),
-        (["--scaling", "--config", "llama2_70b_fp8", "--gpus", "64"], "no --gpus"),
         (["--search", "--dump", "x"], "--dump is for a single plan"),
         (["--search", "--config", "llama2_70b_fp8", "--gpus", "9"], "do not fill nodes of 8"),
-        (["--scaling", "--config", "llama2_70b_fp8", "--set", "parallelism.tensor=3"], "must div"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, monkeypatch, capsys):

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import pytest
 from commands import ROOT
-from made_plans import awkward, made, scaled, searched, slower
+from made_plans import awkward, made, searched, slower
 from parsed import Parsed
 
 import jaxbench
@@ -301,20 +301,6 @@ def test_a_page_says_how_to_make_it_fit(monkeypatch, capsys):
     assert "How to make it fit: fits with 66.1 GiB: jaxbench plan --set a=2 Why" in said_by(out)
     assert "70.9" not in said_by(out)
     assert err.splitlines() == tried
-
-
-@pytest.mark.slow
-def test_scaling_is_a_page(tmp_path, monkeypatch):
-    text = scaled(tmp_path / "page.html", monkeypatch)
-    page = Parsed(text)
-    page.names()
-    said = " ".join(page.texts).replace("\xa0", " ")
-    share = f"{100 / 1.4:.1f} % of its speed per GPU from 8 to 128 H100s (published: 99.5 %)."
-    assert f"Llama 3.1 8B in bf16 keeps {share}" in said
-    assert "jaxbench plan --config llama31_8b_bf16 --scaling --format html" in said
-    assert len(page.all("svg", role="img")) == 3
-    assert "waiting for data: 0.000 on 8 GPUs" in text
-    assert "1 GPU: not compared" in said
 
 
 @pytest.mark.slow

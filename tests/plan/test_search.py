@@ -1,5 +1,5 @@
-"""Searches and scaling: what may be chosen and in which order, without a compiler; then both
-commands on a recipe small enough to compile in seconds."""
+"""Searches: what may be chosen and in which order, without a compiler; then the command on a recipe
+small enough to compile in seconds."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ from compiled import needs_compiler
 from made_plans import made
 
 from jaxbench.base.hardware import H100
-from jaxbench.plan import candidates, command, processes, scaling, search
+from jaxbench.plan import candidates, command, processes, search
 from jaxbench.plan.arguments import LIMIT
 from jaxbench.plan.candidates import least_state
 from jaxbench.plan.plan import parts, read
@@ -31,7 +31,6 @@ optimizer: {schedule: megatron, learning_rate: 3.0e-4, final_learning_rate: 3.0e
 execution: {remat: [attention]}
 rows:
   8:  {layers: 2, fsdp: 8, microbatch: 1, global_batch: 16, model: {vocabulary: 4096}}
-  16: {layers: 2, fsdp: 8, microbatch: 1, global_batch: 32, model: {vocabulary: 4096}}
   1:  {layers: 1, microbatch: 1, global_batch: 1}
 """
 
@@ -349,26 +348,16 @@ def test_failed_candidates_are_passed_by():
     assert searching.best() is None
 
 
-def test_scaling_compares_rows_of_one_model():
-    runs, left_out = scaling.rows(recipes.load("grok1_314b_fp8"), [])
-    assert [run.gpus for run in runs] == [512, 1024, 2048]
-    assert any(line.startswith("8 GPUs: not compared") for line in left_out)
-    runs, left_out = scaling.rows(recipes.load("llama2_70b_fp8"), [])
-    assert [run.gpus for run in runs] == [64, 128, 256, 512, 1024, 2048]
-    (line,) = left_out
-    assert line.startswith("1 GPU: not compared")
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """(recipe file, what `--scaling --json` says of it, the same of `--search`): three compiled
-    programs of two layers. The plans are kept for the tests."""
+    """(recipe file, what `--search --json` says of it): two compiled programs of two layers. The
+    plans are kept for the tests."""
     folder = tmp_path_factory.mktemp("search")
     path = folder / "small.yaml"
     path.write_text(RECIPE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "CACHE", folder / "cache")
-        yield path, said("--config", path, "--scaling"), said(*arguments(path), "--limit", 2)
+        yield path, said(*arguments(path), "--limit", 2)
 
 
 def arguments(path):
@@ -383,38 +372,8 @@ def said(*options):
 
 @pytest.mark.nightly
 @needs_compiler
-def test_scaling_is_a_table(small):
-    found = small[1]
-    (line,) = found["left_out"]
-    assert line.startswith("1 GPU: not compared")
-    assert not found["failures"]
-    first, second = found["rows"]
-    assert (first["gpus"], second["gpus"]) == (8, 16)
-    assert (first["efficiency"], first["grows"]) == (1.0, {})
-    rate = 2048 * 2 / first["step_s"]
-    assert first["tokens_per_s_per_gpu"] == pytest.approx(rate)
-    assert second["efficiency"] == pytest.approx(first["step_s"] / second["step_s"])
-    # The sum of gradients over two nodes, as long as it takes at 8 x 50 GB/s.
-    (name,) = second["grows"]
-    assert "data" in name
-    for line in found["rows"]:
-        assert sum(line["parts_s"].values()) == pytest.approx(line["step_s"])
-
-
-@pytest.mark.nightly
-@needs_compiler
-def test_scaling_in_a_terminal(small, capsys):
-    assert command.main(["--config", str(small[0]), "--scaling"]) == 0
-    out, err = capsys.readouterr()
-    assert [line.split()[0] for line in out.splitlines()[-2:]] == ["8", "16"]
-    assert "  100.0  " in out
-    assert "not compared" in err
-
-
-@pytest.mark.nightly
-@needs_compiler
 def test_a_search_says_what_is_best_and_why(small):
-    found = small[2]
+    found = small[1]
     first, second = found["candidates"]
     assert [] in (first["set"], second["set"])  # the row
     assert found["best"] == first
@@ -429,9 +388,9 @@ def test_a_search_goes_on_where_it_stopped(small, monkeypatch, capsys):
     """Kept plans are read; a candidate whose process fails is listed with its line."""
     monkeypatch.setattr(processes.sys, "executable", "false")
     again = said(*arguments(small[0]), "--limit", 2)
-    assert again == small[2]
+    assert again == small[1]
     more = said(*arguments(small[0]), "--limit", 3)
-    assert more["candidates"][:2] == small[2]["candidates"]
+    assert more["candidates"][:2] == small[1]["candidates"]
     assert more["candidates"][2]["why"] == "not compiled: exit status 1"
     best = more["best"]["set"]
     capsys.readouterr()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT
-from made_plans import PROGRAM, awkward, made, scaled, searched
+from made_plans import PROGRAM, awkward, made, searched
 from made_runs import (
     EXPERIMENT,
     PUBLISHED_S,
@@ -94,8 +94,7 @@ def pages(tmp_path_factory):
     program.write_text(PROGRAM.replace("=true", "=true, num_partitions=64", 1))
     texts["program"] = hlo_file.page(hlo_file.read(program, Target(H100, "h100")))
     with pytest.MonkeyPatch.context() as patch:
-        for name, write in (("scaling", scaled), ("search", searched)):
-            texts[name] = write(folder.parent / f"{name}.html", patch)
+        texts["search"] = searched(folder.parent / "search.html", patch)
     for name, text in texts.items():
         files[name] = folder.parent / f"{name}.html"
         files[name].write_text(text)
@@ -112,7 +111,6 @@ def pages(tmp_path_factory):
         "offloaded",
         "difference",
         "program",
-        "scaling",
         "search",
     ],
 )
