@@ -1,10 +1,9 @@
-"""Plans of a small program, written out instead of compiled, and pages of them."""
+"""Plans of a small program, written out instead of compiled."""
 
 from dataclasses import replace
 
 from jaxbench.base.hardware import H100, Gpu, placed
 from jaxbench.forecast.tables import load
-from jaxbench.plan import command, search
 from jaxbench.plan.plan import Memory, Plan, StateBytes, describe
 from jaxbench.recipe import recipes
 from jaxbench.xla.hlo import Program
@@ -110,25 +109,3 @@ def slower(plan, step_s, **changes):
         plan, forecast_step_s=step_s, forecast=replace(f, step_s=step_s, parts_s=waiting),
         rates=plan.rates | {"forecast": rate}, **changes,
     )  # fmt: skip
-
-
-def searched(output, monkeypatch):
-    """The page of a search in which the row is too big, and smaller meshes are slower."""
-    plan = made(gpus=8)
-    size = plan.bytes_per_device
-
-    def plan_each(runs, target, config):
-        for run in runs:
-            number = len(seen)
-            seen.append(run)
-            now = replace(size, peak=size.limit + (2 - number) * 2**30)
-            changes = {"bytes_per_device": now, "fits": now.fits}
-            found = slower(plan, plan.forecast_step_s * (1 + number / 10), **changes)
-            yield run, "killed by signal 9" if number == 5 else found
-
-    seen = []
-    monkeypatch.setattr(search, "plan_each", plan_each)
-    monkeypatch.setattr(search, "check_compiler", lambda: None)
-    arguments = ["--config", "llama31_8b_bf16", "--gpus", "8", "--search", "--limit", "7"]
-    assert command.main([*arguments, "--format", "html", "--output", str(output)]) == 0
-    return output.read_text()

@@ -96,8 +96,8 @@ class Scale:
 @dataclass(kw_only=True)
 class Chart:
     """A chart with its axes, SVG paths by CSS class, and texts as (class, x, y, text, anchor).
-    `description` is for readers who cannot see it. `cuts` are the axes that do not begin at zero
-    although lengths along them mean something; the chart marks them."""
+    `description` is for readers who cannot see it. The picture marks a y axis that does not begin
+    at zero."""
 
     title: str
     description: str
@@ -108,7 +108,6 @@ class Chart:
     x_ticks: Ticks
     y_ticks: Ticks
     watermark: str = ""
-    cuts: tuple[str, ...] = ()
     paths: list[tuple[str, str]] = field(default_factory=list)
     texts: list[tuple[str, float, float, str, str]] = field(default_factory=list)
 
@@ -208,7 +207,7 @@ def empty_chart(
     chart = Chart(
         title=title, description=description, x=x, y=y, unit=unit, x_title=x_title,
         x_ticks=x_ticks or tick_labels(whole), y_ticks=tick_labels(ticks(low, high, 4)),
-        watermark=watermark, cuts=("y",) if low else (),
+        watermark=watermark,
     )  # fmt: skip
     last = -math.inf
     for css, value, text in sorted(labels, key=lambda label: -label[1]):

@@ -83,8 +83,8 @@ def make_parser() -> Parser:
         "from elsewhere, --hlo names the program")
     add = parser.add_argument_group("what to write").add_argument
     add("--format", choices=("text", "json", "html"), default="text",
-        help="default text; html is a page in a single file, for a row, --search, --hlo, "
-        "or --diff of two plans")
+        help="default text; html is a page in a single file, for a row, --hlo, or "
+        "--diff of two plans")
     add("--json", action="store_const", const="json", dest="format", help="short for --format json")
     add("--output", type=Path, metavar="PATH",
         help="file for --format json or html (default: print it), or folder for the table of "
@@ -107,11 +107,12 @@ def check_arguments(args: argparse.Namespace, gpu: hardware.Gpu) -> None:
         raise RecipeError(f"{' and '.join(modes)} exclude each other")
     if modes and args.dump:
         raise RecipeError(f"--dump is for a single plan, not for {modes[0]}")
-    ignored = [f"--{name}" for name in ("set", "config", "gpus") if getattr(args, name)]
     table = args.diff and any(spec.endswith(".csv") for spec in args.diff)
     formats = {"--diff": ["html"] if not table else [], "--all": [], "--hlo": ["json", "html"],
-               "--profile": ["json"]}  # fmt: skip
-    for mode in formats.keys() & modes:
+               "--profile": ["json"], "--search": ["json"]}  # fmt: skip
+    for mode in modes:
+        row = ("set", "config", "gpus") if mode != "--search" else ()
+        ignored = [f"--{name}" for name in row if getattr(args, name)]
         if args.format not in ("text", *formats[mode]):
             ignored.append(f"--format {args.format}")
         if ignored:

@@ -26,7 +26,7 @@ from jaxbench.plan.arguments import LIMIT
 from jaxbench.plan.command import resolve
 from jaxbench.plan.compare_arguments import check_arguments, make_parser, models
 from jaxbench.plan.compare_cells import Cell, Figures, Work, as_table, mark, train_state
-from jaxbench.plan.many_pages import compare_page
+from jaxbench.plan.compare_page import compare_page
 from jaxbench.plan.plan import Plan
 from jaxbench.plan.processes import INTERRUPTED, plan_all
 from jaxbench.plan.systems import Target

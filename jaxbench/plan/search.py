@@ -24,13 +24,11 @@ from jaxbench.base.terminal import console, write
 from jaxbench.plan import candidates
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.candidates import estimated_peak, layout, least_state, merged, options
-from jaxbench.plan.many_pages import search_page
 from jaxbench.plan.plan import Plan, grown_most, parts
 from jaxbench.plan.processes import plan_each, progress
 from jaxbench.plan.systems import Target
 from jaxbench.plan.text import gib, in_gib
 from jaxbench.recipe import recipes
-from jaxbench.recipe.names import gpus_name, work_name
 from jaxbench.recipe.recipes import Recipe
 from jaxbench.recipe.settings import CHOSEN, Run
 from jaxbench.results.plans import part_name
@@ -234,8 +232,8 @@ def search(
     recipe: Recipe, row: Run, config: str, limit: int, target: Target, form: str,
     output: Path | None,
 ) -> int:  # fmt: skip
-    """Searches from a row and prints the candidates, or writes them in another form. Returns 1 if
-    none fits."""
+    """Searches from a row and prints the candidates, or writes them as JSON. Returns 1 if none
+    fits."""
     state = run(recipe, row, config, limit, target)
     lines = table(state.tried, state.row)
     best = next((line for line in lines if line["fits"]), None)
@@ -251,10 +249,6 @@ def search(
     command = " ".join(["--config", config, "--gpus", row.row, *target.options(), *setting])
     if form == "json":
         write(as_json({"best": best, "candidates": lines, **counts}), output)
-    elif form == "html":
-        work = work_name(recipes.describe(row))
-        where = ", ".join([f"{work} on {gpus_name(row.gpus, target.name)}", *row.overrides])
-        write(search_page(where, lines, target.gpu.memory_limit, command, tried), output)
     else:
         show(lines)
         print(f"\n{tried}")

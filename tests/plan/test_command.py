@@ -178,6 +178,7 @@ def test_tables_are_compared_row_by_row(changes, status, said, tmp_path, capsys)
         (["--diff", "nowhere.json", "nowhere.json"], "nowhere.json: cannot read a plan"),
         (["--search", "--all"], "--all and --search exclude each other"),
         (["--search"], "--config and --gpus are needed"),
+        ([*ROW, "--search", "--format", "html"], "--search does not take --format html"),
         (["--search", "--limit", "0"], "--limit = 0 must be above 0"),
         (["--limit", "3"], "--limit needs --search"),
         ([*ROW, "--output", "x"], "--output needs --format json or html"),

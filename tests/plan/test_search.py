@@ -12,7 +12,7 @@ import yaml
 from cases import tiered
 from commands import ROOT
 from compiled import needs_compiler
-from made_plans import made
+from made_plans import made, slower
 
 from jaxbench.base.hardware import H100
 from jaxbench.plan import candidates, command, processes, search
@@ -346,6 +346,30 @@ def test_failed_candidates_are_passed_by():
         searching.tried |= dict.fromkeys(batch, Outcome())
     assert len(searching.tried) == 5
     assert searching.best() is None
+
+
+def test_a_search_is_a_table(monkeypatch, capsys):
+    """The row is too big, smaller meshes are slower, and one is not compiled."""
+    plan, seen = made(gpus=8), []
+    size = plan.bytes_per_device
+
+    def plan_each(runs, target, config):
+        for run in runs:
+            number = len(seen)
+            seen.append(run)
+            now = replace(size, peak=size.limit + (2 - number) * 2**30)
+            longer = slower(plan, plan.forecast_step_s * (1 + number / 10))
+            found = replace(longer, bytes_per_device=now, fits=now.fits)
+            yield run, "killed by signal 9" if number == 5 else found
+
+    monkeypatch.setattr(search, "plan_each", plan_each)
+    monkeypatch.setattr(search, "check_compiler", lambda: None)
+    assert command.main([*map(str, arguments("llama31_8b_bf16")), "--limit", "7"]) == 0
+    out = capsys.readouterr().out
+    assert "the row; does not fit: 2.0 GiB over the limit" in out
+    assert "not compiled: killed by signal 9" in out
+    assert "7 candidates compiled, of" in out
+    assert f"best: {1.2 * plan.forecast_step_s:.3f} s: --config llama31_8b_bf16 --gpus 8 " in out
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT
-from made_plans import PROGRAM, awkward, made, searched
+from made_plans import PROGRAM, awkward, made
 from made_runs import (
     EXPERIMENT,
     PUBLISHED_S,
@@ -93,8 +93,6 @@ def pages(tmp_path_factory):
     program = folder.parent / "program.txt"
     program.write_text(PROGRAM.replace("=true", "=true, num_partitions=64", 1))
     texts["program"] = hlo_file.page(hlo_file.read(program, Target(H100, "h100")))
-    with pytest.MonkeyPatch.context() as patch:
-        texts["search"] = searched(folder.parent / "search.html", patch)
     for name, text in texts.items():
         files[name] = folder.parent / f"{name}.html"
         files[name].write_text(text)
@@ -111,7 +109,6 @@ def pages(tmp_path_factory):
         "offloaded",
         "difference",
         "program",
-        "search",
     ],
 )
 @pytest.mark.parametrize(

@@ -1,84 +1,16 @@
-"""The pages of `jaxbench plan --search` and `compare`: pages of many plans."""
+"""The page of `jaxbench compare`."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from jaxbench.base.errors import counted
 from jaxbench.forecast.goodput import Goodput
-from jaxbench.pages.charts import (
-    Bar,
-    Chart,
-    Label,
-    empty_chart,
-    three_digits,
-)
+from jaxbench.pages.charts import Bar, Chart, Label, empty_chart, three_digits
 from jaxbench.pages.html import render
 from jaxbench.plan.compare_cells import Cell, Figures, as_table, train_state
 from jaxbench.recipe.names import gpus_name
 
-Line = dict[str, Any]
 Series = dict[str, dict[int, float]]
 """Values by the name of a series and the number of GPUs."""
-
-
-def search_page(where: str, lines: Sequence[Line], limit: int, command: str, tried: str) -> str:
-    """The page with a line for each candidate (`search.table`). `limit` is the memory of a GPU in
-    bytes, `command` has the best candidate, and `tried` says how many there are."""
-    best = next((line for line in lines if line["fits"]), None)
-    result = "none of the candidates fits"
-    if best and best["set"]:
-        of = f", {_than_row(best['of_row'])} than the row" if best["of_row"] else ""
-        result = f"the best of {len(lines)} candidates takes {best['step_s']:.3f} s{of}"
-    elif best:
-        result = f"the row is the best of {len(lines)} candidates, with {best['step_s']:.3f} s"
-    return render(
-        "search.html", title=f"Search: {where}", headline=f"{where}: {result}.", lines=lines,
-        chart=_search_chart(lines, limit), limit=limit, command=command if best else "",
-        tried=tried,
-    )  # fmt: skip
-
-
-def _than_row(ratio: float) -> str:
-    """`20.0 % longer` or `3.1 % shorter`."""
-    return f"{abs(100 * (ratio - 1)):.1f} % {'longer' if ratio > 1 else 'shorter'}"
-
-
-def _search_chart(lines: Sequence[Line], limit: int) -> Chart | None:
-    """Seconds over memory for everything that was compiled; None if nothing was."""
-    groups: dict[str, list[tuple[float, float]]] = {"published": [], "lost": [], "ours": []}
-    labels: list[Label] = []
-    best = next((line for line in lines if line["fits"]), None)
-    numbers: list[tuple[float, float, str]] = []
-    for number, line in enumerate(lines, 1):
-        if "step_s" not in line:
-            continue
-        numbers.append((line["peak"] / 2**30, line["step_s"], str(number)))
-        point = line["peak"] / 2**30, line["step_s"]
-        if line["set"] or not line["fits"]:
-            groups["ours" if line["fits"] else "lost"].append(point)
-        if not line["set"]:
-            groups["published"].append(point)
-            labels.append(("published", point[1], "the row: best" if line is best else "the row"))
-        elif line is best:
-            labels.append(("ours", point[1], "best"))
-    points = [point for group in groups.values() for point in group]
-    if not points:
-        return None
-    chart = empty_chart(
-        "Step time and memory",
-        "; ".join(f"{y:.3f} s at {x:.1f} GiB" for x, y in points),
-        [limit / 2**30, *(x for x, _ in points)], [y for _, y in points],
-        unit="s per step", x_title="GiB", labels=labels,
-    )  # fmt: skip
-    chart.cuts = (*chart.cuts, *(["x"] if chart.x.low else []))
-    chart.marker(limit / 2**30, "limit")
-    chart.texts += [
-        ("tick", chart.x.at(x), chart.y.at(y) - 7, number, "middle") for x, y, number in numbers
-    ]
-    for css, group in groups.items():
-        chart.dots(css, group)
-    return chart
-
 
 FAILING = ("Between failures", "Checkpoint", "Interval", "Restart", "Goodput, %")
 """Columns of the table from failures to goodput."""
