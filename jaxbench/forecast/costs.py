@@ -136,9 +136,8 @@ class Measured(Roofline):
         if work.flops and self._peak_ratio(work) != 1:
             return False
         if work.kind == "product":
-            if (grid := self.products.get(work.format)) is None:
-                return False
-            return self._profiled_s(work) is not None or grid.covers(self._as_measured(work))
+            grid = self.products.get(work.format)
+            return grid is not None and grid.covers(self._as_measured(work))
         if work.kind in GROUPED:
             times = self.tables.values.get((work.kind, work.format), {})
             _, *axes = zip(*times, strict=True) if times else [()]
@@ -158,16 +157,7 @@ class Measured(Roofline):
         grid = self.products[self.format(work)]
         return (n, m, k) if grid.covers((n, m, k)) and not grid.covers((m, n, k)) else (m, n, k)
 
-    def _profiled_s(self, work: Work) -> float | None:
-        """Seconds of a matmul of exactly these sizes in a profiled step. None if no such step is in
-        the tables."""
-        times = self.tables.values.get(("profiled", work.format), {})
-        time = times.get(padded(work))
-        return None if time is None else time * MICRO
-
     def _product_s(self, work: Work) -> float:
-        if (profiled := self._profiled_s(work)) is not None:
-            return max(profiled * self._peak_ratio(work), self._least(work))
         measured = self.products[self.format(work)].at(self._as_measured(work)) * MICRO
         seconds = max(measured, self._sustained_s(work))
         if (slower := self._slower_than_table(work)) != 1:

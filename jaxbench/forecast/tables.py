@@ -4,7 +4,6 @@ A line has a kind, a name, sizes joined by `x`, and what was measured, in micros
 kind says otherwise:
 
 - `product`, its format, m x n x k: [m, k] times [k, n]
-- `profiled`, the same in a training step: the time of matmuls of exactly these sizes
 - `grouped`, a format, groups x rows of each x n x k: the rows of each group times a [k, n] of its
   own; `grouped_weights`, the gradient of these [k, n]
 - `attention`, `forward` or `backward`, batch x heads x length x head dim of keys x head dim of
@@ -42,7 +41,6 @@ FORMATS = ("bf16", "fp8", "mxfp8", "nvfp4")
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "product": (FORMATS, (1, 1, 1)),
-    "profiled": (FORMATS, (1, 1, 1)),
     "grouped": (FORMATS, (1, 1, 1, 1)),
     "grouped_weights": (FORMATS, (1, 1, 1, 1)),
     "attention": (("forward", "backward"), (1, 1, 1, 1, 1)),

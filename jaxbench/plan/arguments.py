@@ -90,8 +90,6 @@ def make_parser() -> Parser:
         help="file for --format json or html (default: print it), or folder for the table of "
         "--all (default results/plan)")
     add("--dump", type=Path, metavar="DIR", help="keep the scheduled program and the plan as JSON")
-    add("--write-kernels", type=Path, metavar="FILE",
-        help="write the matmuls and attention of --profile as measurements for --kernels")
     return parser
 # fmt: on
 
@@ -101,8 +99,6 @@ def check_arguments(args: argparse.Namespace, gpu: hardware.Gpu) -> None:
     modes = [f"--{name}" for name in MODES if getattr(args, name)]
     if modes == ["--hlo", "--profile"]:
         modes = ["--profile"]
-    if args.write_kernels and not args.profile:
-        raise RecipeError("--write-kernels needs --profile")
     if len(modes) > 1:
         raise RecipeError(f"{' and '.join(modes)} exclude each other")
     if modes and args.dump:
@@ -119,9 +115,8 @@ def check_arguments(args: argparse.Namespace, gpu: hardware.Gpu) -> None:
             raise RecipeError(f"{mode} does not take {ignored[0]}")
     if args.output and args.format == "text" and not args.all:
         raise RecipeError("--output needs --format json or html, or --all")
-    for name in ("output", "write_kernels"):
-        if (path := getattr(args, name)) and not (name == "output" and args.all):
-            check_folder(f"--{name.replace('_', '-')}", path)
+    if args.output and not args.all:
+        check_folder("--output", args.output)
     if args.kernels:
         load(gpu.name.lower(), args.kernels)
     if args.limit is not None and not args.search:

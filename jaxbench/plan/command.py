@@ -163,8 +163,7 @@ def read_file(args: argparse.Namespace, target: Target) -> int:
     with live(f"reading {args.profile or args.hlo}"):
         if args.profile:
             named = target.gpu if args.gpu or args.system else None
-            tables = args.kernels, args.write_kernels
-            compared = compare_profile.read(args.profile, args.hlo, named, *tables)
+            compared = compare_profile.read(args.profile, args.hlo, named, args.kernels)
             as_text = as_json if args.format == "json" else compare_profile.report
             content = as_text(compared)
         else:

@@ -11,14 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
 from pathlib import Path
 
 from jaxbench.base.errors import RecipeError, counted
-from jaxbench.base.files import write_json, write_whole
+from jaxbench.base.files import write_json
 from jaxbench.base.hardware import NULL, Gpu, identify, is_null, placed
 from jaxbench.forecast import tables
-from jaxbench.forecast.costs import padded
 from jaxbench.forecast.forecast import expected_schedule
 from jaxbench.forecast.tables import Tables
 from jaxbench.jax_internals import profile_events, profiled_instruction
@@ -28,17 +26,13 @@ from jaxbench.recipe.settings import AXES
 from jaxbench.results.plans import part_name
 from jaxbench.results.profiled import COMPARED, WAITS, Compared, Difference, Part
 from jaxbench.xla.collectives import Collective
-from jaxbench.xla.hlo import GROUPED, PROFILED, Work, display_name
+from jaxbench.xla.hlo import PROFILED, Work, display_name
 from jaxbench.xla.memory import readable
 from jaxbench.xla.schedule import Walk
 from jaxbench.xla.timeline import KERNELS, Kernel, Repeated, Schedule, Slice
 
 LARGEST = 10
 """The number of differences of single kernels that we list."""
-
-UNSLOWED = 4
-"""One in this many runs of a kernel counts in a table of kernels: the fastest quarter, which most
-likely no collective slows down."""
 
 GAPS, UNKNOWN = "nothing runs", "kernels without an instruction"
 SLOWED = "slowed by collectives, in loops"
@@ -113,16 +107,13 @@ def planned(schedule: Schedule) -> dict[str, Planned]:
     return found
 
 
-def read(
-    folder: Path, hlo: Path | None, gpu: Gpu | None, kernels: Path | None, table: Path | None
-) -> Compared:
+def read(folder: Path, hlo: Path | None, gpu: Gpu | None, kernels: Path | None) -> Compared:
     """Compares the profile in a folder with the forecast of its program, and writes the comparison
     into the folder.
 
     The program is in the file `hlo`, or in the folder. If `gpu` is None, the run's record says
-    which GPU it was. Measurements in `kernels` take precedence (`forecast.tables`). Matmuls and
-    attention of the profile are written to `table` as measurements. Raises RecipeError for a
-    missing file and an unknown GPU.
+    which GPU it was. Measurements in `kernels` take precedence (`forecast.tables`). Raises
+    RecipeError for a missing file and an unknown GPU.
     """
     device, sizes = _record(folder)
     gpu = gpu or identify(device)
@@ -137,13 +128,11 @@ def read(
         axes = partial(axes_of, mesh_shape=sizes)
     profile = read_profile(folder)
     with whole_text(path, "--profile"):
-        walk = Walk(program)
-        compared = compare(profile, walk, gpu, tables.load(gpu.name.lower(), kernels), axes)
+        times = tables.load(gpu.name.lower(), kernels)
+        compared = compare(profile, Walk(program), gpu, times, axes)
     if is_null(device):
         compared = replace(compared, remark=NULL)
     write_json(folder / COMPARED, compared)
-    if table is not None:
-        write_whole(table, kernel_table(profile, walk, gpu))
     return compared
 
 
@@ -235,32 +224,6 @@ def _differences(expected: dict[str, Planned], measured: dict[str, float]) -> It
 
 def _sizes(work: Work) -> str:
     return f"{display_name(work.kind)} {work.dtype} {'x'.join(map(str, work.sizes))}"
-
-
-def kernel_table(profile: Profile, walk: Walk, gpu: Gpu) -> str:
-    """Measurements of matmuls and attention in a profile, for `--kernels`. For each size it takes
-    the fastest quarter of the runs."""
-    times: defaultdict[tuple[str, str, tuple[int, ...]], list[float]] = defaultdict(list)
-    for name, kernel, _ in walk.kernels():
-        if len(kernel.works) == 1 and (key := _measurement(kernel.works[0])):
-            times[key] += [seconds for _, seconds in profile.launches.get(name, ())]
-    lines = []
-    for (kind, name, sizes), seconds in sorted(times.items()):
-        fastest = sorted(seconds)[: ceil(len(seconds) / UNSLOWED)]
-        if fastest:
-            lines.append(tables.line(kind, name, sizes, 1e6 * statistics.fmean(fastest)))
-    return tables.text(gpu.name.lower(), [f"matmuls and attention of {profile.folder}"], lines)
-
-
-def _measurement(work: Work) -> tuple[str, str, tuple[int, ...]] | None:
-    """The kind, name and sizes of a kernel in a table; None if it has no table."""
-    if work.kind == "product" and work.format in tables.FORMATS:
-        return "profiled", work.format, padded(work)
-    if work.kind in GROUPED:
-        return work.kind, work.format, work.sizes
-    if work.kind == "attention":
-        return "attention", "backward" if work.backward else "forward", work.sizes
-    return None
 
 
 def report(compared: Compared) -> str:
