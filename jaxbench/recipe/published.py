@@ -10,7 +10,6 @@ source prints TFLOP/s instead of MFU, the MFU is these TFLOP/s over the peak.
 import csv
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from jaxbench.base import hardware
@@ -106,19 +105,15 @@ def titled(model: str, gpu: hardware.Gpu | None) -> str:
 
 @cache
 def rows() -> tuple[Row, ...]:
-    """All rows of published.csv."""
-    return read(recipes.config_folder() / "published.csv")
-
-
-def read(path: Path) -> tuple[Row, ...]:
-    """The rows of a table like published.csv. Raises RecipeError for a file that is no such table,
-    and for an unknown model, GPU or dtype."""
+    """All rows of published.csv. Raises RecipeError for a line that is no row, and for an unknown
+    model, GPU or dtype."""
+    path = recipes.config_folder() / "published.csv"
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             lines = csv.DictReader(file)
             table = tuple(_row(line, number) for number, line in enumerate(lines, 2))
     except (OSError, ValueError, csv.Error) as error:
-        raise RecipeError(f"{path}: not a table like configs/published.csv: {error}") from error
+        raise RecipeError(f"{path}: not a table of published figures: {error}") from error
     for row in table:
         if row.gpu_type not in hardware.PLANNED:
             raise RecipeError(f"{path}: unknown GPU: {row.gpu_type}")

@@ -11,7 +11,6 @@ EXAMPLES = """
     jaxbench report results/ --format html --output report.html
     jaxbench report --compare before/ after/                  is it slower, and what differs
     jaxbench report --history results/                        when did a row change
-    jaxbench report configs/published.csv                     the published figures themselves
 """
 
 
@@ -24,10 +23,7 @@ def make_parser() -> Parser:
         "or is slow, which means below 95 % of the published throughput.",
     )  # fmt: skip
     add = parser.add_argument_group("what to read").add_argument
-    add(
-        "results", nargs="*", type=Path, metavar="RESULTS",
-        help="folders or logs; published.csv shows the published figures themselves",
-    )  # fmt: skip
+    add("results", nargs="*", type=Path, metavar="RESULTS", help="folders or logs")
     add(
         "--compare", nargs=2, type=Path, metavar=("A", "B"),
         help="two runs, or folders of repeats: the ratio of their step times with its confidence "

@@ -6,7 +6,6 @@ import io
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -15,12 +14,11 @@ from jaxbench.base.errors import RecipeError, counted
 from jaxbench.base.files import as_json
 from jaxbench.base.hardware import NULL
 from jaxbench.base.terminal import WIDTH, command, console, live, write
-from jaxbench.recipe import published
 from jaxbench.report import folders, formats, history, logs, page, terminal
 from jaxbench.report.arguments import make_parser
 from jaxbench.report.compare import compare
 from jaxbench.report.named import named
-from jaxbench.report.runs import Result, RunData, Steps, Window, evaluate
+from jaxbench.report.runs import Result, RunData, Window, evaluate
 from jaxbench.results.window import WINDOWS, window
 
 LOG_SUFFIXES = (".out", ".log", ".txt")
@@ -32,10 +30,8 @@ CHECKPOINTS = "checkpoints"
 
 def find(path: Path) -> Iterator[RunData]:
     """The runs at a path, in the order of their names. Raises RecipeError for a missing path, and
-    for a file that is neither a log nor a table."""
-    if path.suffix == ".csv" and path.is_file():
-        yield from published_runs(path)
-    elif path.is_dir():
+    for a file that is not a log."""
+    if path.is_dir():
         yield from _below(path, set())
     elif not path.is_file():
         raise RecipeError(f"{path}: no such file or folder")
@@ -83,20 +79,6 @@ def _unreadable(path: Path, error: OSError) -> RunData:
     return RunData(path=path, recipe=path.name, failed=reason)
 
 
-def published_runs(path: Path) -> Iterator[RunData]:
-    """The rows of a table of published figures, as runs of one iteration."""
-    for row in published.read(path):
-        errata = f" ({', '.join(row.errata)})" if row.errata else ""
-        yield RunData(
-            path=path, recipe=f"{row.title}{errata}",
-            gpus=row.gpus, dtype=row.dtype, label="published", model=row.title,
-            steps=Steps(seconds={0: row.step_time_s}, expected=1, last=0),
-            tokens=row.tokens_per_step, flops={"published": row.flops_per_gpu},
-            peak_tflops=row.gpu.tflops[row.dtype], published=asdict(row),
-            not_comparable=["the published figure itself"],
-        )  # fmt: skip
-
-
 def chosen_window(text: str | None, run: RunData) -> Window:
     """The iterations that count. Raises RecipeError for an unknown name or an empty range."""
     if text is None:
@@ -124,9 +106,9 @@ def report(paths: list[Path], window: str | None) -> list[Result]:
 
 
 def _order(result: Result) -> tuple[str, str, int, str]:
-    """The sort key: the recipe without its row or errata, then numbers."""
+    """The sort key: the recipe without its row, then numbers."""
     r = result.run
-    return re.split(r"[:(]", r.recipe)[0].strip(), r.dtype or "", r.gpus or 0, r.recipe
+    return r.recipe.partition(":")[0].strip(), r.dtype or "", r.gpus or 0, r.recipe
 
 
 def _compared(path: Path, args: argparse.Namespace, option: str, *known: str) -> list[Result]:
@@ -190,12 +172,11 @@ def _report(args: argparse.Namespace) -> int:
     else:
         terminal.print_report(named(results, args.flops), args.flops, console())
     bad = sum(r.verdict.bad for r in results)
-    if any(r.run.label != "published" for r in results):
-        print(
-            f"{counted(len(results), 'run')}: {len(results) - bad} without fault, "
-            f"{bad} failed, interrupted, incomplete or slow",
-            file=sys.stderr,
-        )
+    print(
+        f"{counted(len(results), 'run')}: {len(results) - bad} without fault, "
+        f"{bad} failed, interrupted, incomplete or slow",
+        file=sys.stderr,
+    )
     return int(bad > 0)
 
 

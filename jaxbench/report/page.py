@@ -8,7 +8,8 @@ from typing import Any
 
 from jaxbench.pages.charts import SHAPES
 from jaxbench.pages.html import SYMBOLS, attached, render, settings
-from jaxbench.report import figures, formats, history, sections
+from jaxbench.recipe.published import ERRATA
+from jaxbench.report import formats, history, sections
 from jaxbench.report.compare import SECTIONS
 from jaxbench.report.gpus import gpus, heat_maps
 from jaxbench.report.named import NamedRun, headline, named, windows
@@ -39,10 +40,9 @@ MOST_STEPS, MOST_RANKS = 1000, 64
 def page(results: Sequence[Result], convention: str) -> str:
     """The page of a report."""
     runs = named(results, convention)
-    ran = [run for run in runs if not run.published]
-    last = {run.number for run in sorted(ran, key=lambda run: run.result.run.date)[-MOST_RUNS:]}
+    last = {run.number for run in sorted(runs, key=lambda run: run.result.run.date)[-MOST_RUNS:]}
     shown = [run for run in runs if run.number in last]
-    verdicts = Counter(run.line["verdict"] for run in ran)
+    verdicts = Counter(run.line["verdict"] for run in runs)
     smoke = sum(run.smoke for run in runs)  # on a CPU's devices
     scaling = [*sections.scaling(runs)]
     return render(
@@ -60,8 +60,7 @@ def page(results: Sequence[Result], convention: str) -> str:
         convention=convention,
         windows=windows(runs),
         bad=[run for run in runs if run.wrong],
-        models=[] if ran else figures.models(runs),
-        errata=figures.footnotes(runs),
+        errata=errata(runs),
         scaling=scaling,
         shapes=SHAPES,
         series={name for chart in scaling for name in chart["series"]},
@@ -75,6 +74,12 @@ def page(results: Sequence[Result], convention: str) -> str:
         waterfalls=[*filter(None, map(sections.waterfall, shown))],
         details=details,
     )  # fmt: skip
+
+
+def errata(runs: Sequence[NamedRun]) -> dict[str, str]:
+    """The errata of the runs' published figures, by code."""
+    used = {code for run in runs for code in (run.result.run.published or {}).get("errata") or ()}
+    return {code: text for code, text in ERRATA.items() if code in used}
 
 
 def history_page(rows: Sequence[history.Series], threshold: float) -> str:

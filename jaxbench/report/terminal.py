@@ -7,11 +7,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxbench.base.errors import counted
 from jaxbench.base.terminal import folded, plain_table
 from jaxbench.pages.html import SYMBOLS
 from jaxbench.report import formats
-from jaxbench.report.figures import footnotes, models
 from jaxbench.report.named import NamedRun, headline, windows
 
 FIGURES = (
@@ -47,20 +45,17 @@ def print_text(text: str, console: Console) -> None:
 def print_report(runs: Sequence[NamedRun], convention: str, console: Console) -> None:
     """Prints the report, in colours if the console has any."""
     console.print(Text(headline(runs), "bold"))
-    if all(run.published for run in runs):
-        _print_published(runs, console)
-    else:
-        grid = _table(runs)
-        unlimited = console.options.update(max_width=UNLIMITED)
-        if console.measure(grid, options=unlimited).minimum > console.width:
-            grid = _blocks(runs)
-        elif bad := [run for run in runs if run.wrong]:
-            lines = Table.grid(padding=(0, 2))
-            for run in bad:
-                lines.add_row(_verdict(run), Text(f"{run.name}: {run.wrong}"))
-            console.print(lines)
-        console.print()
-        console.print(grid)
+    grid = _table(runs)
+    unlimited = console.options.update(max_width=UNLIMITED)
+    if console.measure(grid, options=unlimited).minimum > console.width:
+        grid = _blocks(runs)
+    elif bad := [run for run in runs if run.wrong]:
+        lines = Table.grid(padding=(0, 2))
+        for run in bad:
+            lines.add_row(_verdict(run), Text(f"{run.name}: {run.wrong}"))
+        console.print(lines)
+    console.print()
+    console.print(grid)
     if counted_steps := windows(runs):
         console.print(f"Step times are means over iterations {', '.join(counted_steps)}.")
     console.print(f"FLOPs and MFU follow the convention {convention}.")
@@ -105,24 +100,3 @@ def _blocks(runs: Sequence[NamedRun]) -> Table:
         lines = (run.name, ", ".join(figures), reason)
         blocks.add_row(_verdict(run), Text("\n".join(filter(None, lines))))
     return blocks
-
-
-def _print_published(runs: Sequence[NamedRun], console: Console) -> None:
-    """The published figures by model and GPU, and below them their errata."""
-    grid = plain_table("", figures=("GPUs", "tokens/s/GPU", "MFU %", "days/1T tokens"))
-    grid.add_column("notes")
-    notes = footnotes(runs)
-    for model, figures in models(runs):
-        grid.add_row(Text(model, "bold"))
-        for f in figures:
-            codes = [str([*notes].index(code) + 1) for code in f.errata]
-            shortened = [counted(f.layers, "layer")] if f.shortened else []
-            grid.add_row(
-                f"  {f.gpu} {f.dtype}", str(f.gpus), formats.cell("tokens_per_s_per_gpu", f.rate),
-                formats.cell("mfu_pct", f.mfu_pct), f"{f.days:.1f}" if f.days else "",
-                ", ".join([*shortened, *codes]),
-            )  # fmt: skip
-    console.print()
-    console.print(grid)
-    for number, text in enumerate(notes.values(), 1):
-        console.print(f"note {number}: {text}")

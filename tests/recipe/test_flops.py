@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from jaxbench.base.errors import RecipeError
 from jaxbench.recipe import flops, published, recipes
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.mixers import MambaConfig
@@ -291,3 +292,19 @@ def test_step_times_of_printed_rates():
 def test_all_rows_are_read():
     assert len(published.rows()) == 169
     assert {code for row in published.rows() for code in row.errata} == set(published.ERRATA)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (",", ";", "line 2 has no workload; expected commas between the columns"),
+        ("llama2,70b", "llama9,70b", "unknown work: llama9 70b bf16"),
+        (",h100,", ",h99,", "unknown GPU: h99"),
+    ],
+)
+def test_a_table_that_is_wrong_is_an_error(old, new, message, tmp_path, monkeypatch):
+    text = (recipes.config_folder() / "published.csv").read_text()
+    (tmp_path / "published.csv").write_text(text.replace(old, new))
+    monkeypatch.setattr(recipes, "config_folder", lambda: tmp_path)
+    with pytest.raises(RecipeError, match=message):
+        published.rows.__wrapped__()

@@ -84,7 +84,6 @@ def pages(tmp_path_factory):
     files = {}
     for name, arguments in {
         "report": [str(folder)], "history": ["--history", str(folder)],
-        "published": [str(ROOT / "configs" / "published.csv")],
     }.items():  # fmt: skip
         files[name] = folder.parent / f"{name}.html"
         command.main([*arguments, "--format", "html", "--output", str(files[name])])
@@ -104,7 +103,6 @@ def pages(tmp_path_factory):
     [
         "report",
         "history",
-        "published",
         "plan",
         "offloaded",
         "difference",

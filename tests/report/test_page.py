@@ -5,15 +5,12 @@ import gzip
 import json
 import re
 import shutil
-from collections import Counter
 
 import pytest
 from cases import tiered
-from commands import ROOT
 from made_runs import EXPERIMENT, PUBLISHED_S, day, log, nemo, times, write_record, write_slowed
 from parsed import Parsed
 
-from jaxbench.recipe import published
 from jaxbench.report import command, history, sections
 from jaxbench.report.named import named
 from jaxbench.results import plans
@@ -234,39 +231,6 @@ def test_a_log_of_a_smoke_run_is_one_wherever_it_lies(tmp_path):
     log(tmp_path, said + "".join(nemo(n) for n in range(50)))
     (found,) = command.report([tmp_path], None)
     assert (found.run.label, found.verdict.name) == ("smoke", "not comparable")
-
-
-def test_the_published_tables_as_a_page(tmp_path):
-    table = shutil.copy(ROOT / "configs" / "published.csv", tmp_path)
-    text = page(tmp_path / table)[1]
-    assert "Published figures. Nothing here was measured." in text
-    for absent in ("over iterations", "not comparable", 'id="details"', "Verdict"):
-        assert absent not in text
-    assert text.count('<table class="bars figures">') == len(
-        {(row.workload, row.size) for row in published.rows()}
-    )
-    assert len(re.findall('<tr><th scope="row">', text.partition('id="scaling"')[0])) == len(
-        published.rows()
-    )
-    first = next(r for r in published.rows() if (r.title, r.dtype) == ("llama2 70b", "bf16"))
-    rate = first.tokens_per_step / first.step_time_s
-    days = f'data-label="Days for 1T tokens">{1e12 / rate / 86400:.1f}</td>'
-    assert f'{rate / first.gpus:.1f}</td><td class="n" data-label="MFU, %">' in text
-    assert days in text
-    # Weak scaling is of rows with as many tokens on a GPU: 405B in MXFP8 has twelve times on 256.
-    least = {}
-    for row in sorted(published.rows(), key=lambda row: (-row.layers, row.gpus)):
-        least.setdefault((row.title, row.dtype), row)
-    counts = Counter(
-        (r.title, r.dtype)
-        for r in published.rows()
-        if (first := least[r.title, r.dtype]).layers == r.layers
-        and r.gbs / r.gpus == first.gbs / first.gpus
-    )
-    works = [work for work, count in counts.items() if count > 1]
-    assert len(re.findall(r'id="scaling-\d+-t"', text)) == len(works)
-    for code in {code for row in published.rows() for code in row.errata}:
-        assert f'<li id="note-{code}"><b>{code}</b>' in text
 
 
 def test_size(tmp_path):

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -194,23 +193,6 @@ def test_our_folders(record, tmp_path):
     assert by_name["smoke"]["label"] == "smoke"
 
 
-def test_the_published_tables_through_the_same_code():
-    path = ROOT / "configs" / "published.csv"
-    status, lines = reported(path)
-    assert status == 0
-    assert len(lines) == len(published.rows())
-    for line, row in zip(lines, sorted_rows(), strict=True):
-        assert line["step_time_s"] == row.step_time_s
-        assert all(code in line["recipe"] for code in row.errata)
-        if not row.errata and row.mfu_pct is not None:
-            # What their source prints, by its own count of FLOPs; rounded step times.
-            assert line["mfu_pct"] == pytest.approx(row.mfu_pct, rel=0.012)
-
-
-def sorted_rows():
-    return sorted(published.rows(), key=lambda r: (r.title, r.dtype, r.gpus))
-
-
 def test_other_formats(record, tmp_path, capsys):
     record("good")
     assert command.main([str(tmp_path), "--format", "csv"]) == 0
@@ -265,13 +247,6 @@ def test_a_terminal_of_any_width_shows_all(record, tmp_path, monkeypatch):
     assert "\x1b[3" not in in_terminal(tmp_path, 200, monkeypatch, colours=True)
 
 
-def test_the_published_table_by_model_and_gpu(monkeypatch):
-    text = in_terminal(ROOT / "configs" / "published.csv", 80, monkeypatch)
-    assert max(map(len, text.splitlines())) <= 80
-    assert "not comparable" not in text
-    assert re.search(r"^llama2 70b *\n  H100 bf16  +64  +1170\.5  52\.60  +154\.5", text, re.M)
-
-
 def test_a_smoke_run_says_so_once(record, tmp_path, capsys):
     record("smoke", row="smoke", recipe="llama31_8b_bf16")
     command.main([str(tmp_path)])
@@ -285,8 +260,6 @@ def test_a_smoke_run_says_so_once(record, tmp_path, capsys):
     [
         (["/nowhere"], "/nowhere: no such file or folder"),
         (["{empty}"], "found no run in "),
-        (["{empty}/../x.csv"], "not a table like configs/published.csv"),
-        (["{empty}/../y.csv"], "unknown work: llama9 70b bf16"),
         (["{log}", "--window", "late"], "--window late: expected published, newer, or first:last"),
         (["{log}", "--window", "9:3"], "--window 9:3: expected"),
         (["--history", "{log}", "{log}"], "--history takes a threshold between 0 and 100"),
@@ -300,9 +273,6 @@ def test_a_smoke_run_says_so_once(record, tmp_path, capsys):
 )
 def test_mistakes_are_one_line(arguments, message, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
-    table = (ROOT / "configs" / "published.csv").read_text()
-    (tmp_path / "y.csv").write_text(table.replace("llama2,70b", "llama9,70b"))
     places = {"empty": tmp_path / "empty", "log": log(tmp_path, nemo(0))}
     words = [text.format(**places) for text in arguments]
     assert_mistake(command.main, words, message, capsys)
