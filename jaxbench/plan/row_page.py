@@ -11,7 +11,6 @@ from jaxbench.pages.charts import SECONDS, WAITING, Bar, three_digits, waterfall
 from jaxbench.pages.html import attached, render, settings
 from jaxbench.plan import text
 from jaxbench.plan.compiled_step import Step
-from jaxbench.plan.other_programs import reason
 from jaxbench.plan.plan import Memory, Plan, parts
 from jaxbench.plan.text import gib, in_gib
 from jaxbench.recipe.families import MODELS
@@ -161,20 +160,17 @@ def memory_box(size: Memory) -> Box:
 def questions(plan: Plan) -> Iterator[tuple[str, str]]:
     """Questions and answers: why does the forecast differ from the published step, and how far can
     one trust it?"""
-    f, row, why = plan.forecast, plan.published, reason(plan.settings)
+    f, row = plan.forecast, plan.published
     if f.unknown:
         yield no_forecast(f)
     elif row:
-        yield _why_it_differs(plan, row, why.differs)
+        yield _why_it_differs(plan, row)
     else:
         yield "Nothing is published for this work.", ""
     if not f.unknown:
         unsure = sum(f.rests_on.get(basis, 0.0) for basis in UNSURE) / f.step_s
-        more = [
-            *([f"{100 * unsure:.0f} % of it is in proportion to other shapes"] if unsure else []),
-            *([f"uncertain: {why.uncertain}"] if why.uncertain else []),
-        ]
-        yield "How far to trust it:", f"{'; '.join([text.trust(f), *more])}."
+        more = f"; {100 * unsure:.0f} % of it is in proportion to other shapes" if unsure else ""
+        yield "How far to trust it:", f"{text.trust(f)}{more}."
 
 
 def no_forecast(f: Forecast) -> tuple[str, str]:
@@ -183,7 +179,7 @@ def no_forecast(f: Forecast) -> tuple[str, str]:
     return "Why is there no forecast?", f"We do not know what these calls compute: {calls}."
 
 
-def _why_it_differs(plan: Plan, row: dict[str, Any], differs: str) -> tuple[str, str]:
+def _why_it_differs(plan: Plan, row: dict[str, Any]) -> tuple[str, str]:
     published_s, gpu = row["step_time_s"], row["gpu_type"]
     step = f"The published step, {three_digits(published_s)} s, is of another program"
     if gpu != plan.target:
@@ -196,8 +192,8 @@ def _why_it_differs(plan: Plan, row: dict[str, Any], differs: str) -> tuple[str,
     lies = "outside of the interval"
     if within.low_s <= published_s <= within.high_s:
         lies = "in the interval, so the difference may be an error of the forecast"
-    sentences = step, differs, f"The published step lies {lies}"
-    return question, " ".join(f"{sentence}." for sentence in sentences if sentence)
+    differs = "docs/forecast.md says how the programs of each model differ"
+    return question, f"{step}; {differs}. The published step lies {lies}."
 
 
 def step_content(
