@@ -2,9 +2,7 @@
 parts of the step moved; as text and as a page."""
 
 import math
-import re
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from jaxbench.base.errors import listed
@@ -16,55 +14,16 @@ from jaxbench.plan.text import gib
 from jaxbench.recipe.build import flat
 from jaxbench.results.plans import part_name
 
-IGNORED = (
-    "lower_s", "compile_s", "largest_buffers", "published", "collectives", "other_kernels",
-    "sensitivities", "recipe", "row", "gpus", "target", "versions",
-)  # fmt: skip
-"""Fields of a plan whose values are no lines of a difference. It has collectives by their sums."""
+FOLLOWS = ("mesh", "settings", "system", "planned_flags", "flags")
+"""Fields of a plan that follow from what somebody changed."""
 
-IGNORED_VALUES = re.compile(r"forecast\.step_s|settings\.(recipe|row|gpus|label|overrides)")
-"""Values that another line has already."""
+ELSEWHERE = {f"settings.{name}" for name in ("recipe", "row", "gpus", "label", "overrides")}
+"""Settings that another line has already."""
 
-FOLLOWS = ("settings.", "system.", "flags.", "planned_flags.", "mesh")
-"""Beginnings of the names of values that follow from what somebody changed."""
+GIB = 2**30
 
 SHOWN, SHARE = 4, 0.001
 """The most parts that the conclusion names, and the least share of the step by which they move."""
-
-UNITS = (
-    (r"_s($|\.)|rests_on|\.unknown\.", "s", 1.0),
-    (r"bytes|^host\.", "GiB", 2**30),
-    (r"^flops\.(compiled|model)", "TFLOP", 1e12),
-    (r"^parameters$", "billions", 1e9),
-)
-"""A pattern in the name of a plan's value, the unit in which we show it, and how many of the plan's
-own units that is."""
-
-NAMES = {
-    "forecast_step_s": "forecast", "bound_step_s": "bound", "wire_bytes": "sent",
-    "uncovered_wire_bytes": "sent without matmuls or attention next to it",
-    "launches": "kernel launches", "quantization_bytes": "moved by quantization",
-    "forecast.interval.low_s": "90 % interval, low", "forecast.outside": "outside of the tables",
-    "forecast.interval.high_s": "90 % interval, high", "host.to_host": "copied to the host",
-    "forecast.interval.calibrated_s": "calibrated", "host.from_host": "copied from the host",
-    "host.exposed_s": "exposed copies to and from the host", "flops.compiled": "work",
-    "flops.recompute_ratio": "work over the model's", "mesh": "mesh",
-    "bytes_per_device.scheduled": "memory limit of XLA's scheduler",
-    "bytes_per_device.host": "memory of the host", "kernels.attention": "attention kernels",
-}  # fmt: skip
-"""Names of values for people."""
-
-PATTERNS = (
-    (r"kernels\.gemm_(.*)", r"\1 matmuls"),
-    (r"forecast\.rests_on\.(.*)", r"rests on \1"),
-    (r"(?:bytes_per_device|state_bytes)\.(.*)", r"memory: \1"),
-    (r"rates\.(.*)\.tokens_per_s_per_gpu", r"\1: tokens/s/GPU"),
-    (r"rates\.(.*)\.mfu", r"\1: MFU"),
-    (r"(.* over .*): bytes", r"\1: sent"),
-    (r"(.* over .*): count", r"\1: runs"),
-    (r"(.* over .*): exposed_s", r"\1: exposed"),
-)
-"""Patterns of the names of other values, and their names for people."""
 
 Line = tuple[str, Any, Any]
 """The name of a value, and the value in both plans."""
@@ -75,9 +34,7 @@ def report(a: Plan, b: Plan) -> str:
     followed, moved = [*follows(a, b)], [*moves(a, b)]
     if not (changed(a, b) or followed or moved):
         return "the plans are the same"
-    lines = [(in_units(*line), "") for line in followed]
-    lines += [(in_units(*line), percent(*line[1:])) for line in moved]
-    table = [(*cells, more) for cells, more in lines]
+    table = [*([*texts(line), ""] for line in followed), *moved]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)] if table else []
     return "\n".join(
         [
@@ -104,15 +61,15 @@ def page(a: Plan, b: Plan) -> str:
         jax=a.versions["jax"] if a.versions["jax"] == b.versions["jax"] else None,
         conclusion=others,
         plans=[("A:", title(a)), ("B:", title(b))],
-        asked=[in_units(*line) for line in changed(a, b)],
-        followed=[in_units(*line) for line in follows(a, b)],
+        asked=[*map(texts, changed(a, b))],
+        followed=[*map(texts, follows(a, b))],
         bars_of=[
             Bar(_class(name, s), name, before + min(0.0, s), abs(s), f"{s:+.3f}")
             for name, s in longer.items()
         ],
         before=before,
         full=full,
-        moved=[[*in_units(*line), percent(*line[1:])] for line in moves(a, b)],
+        moved=[*moves(a, b)],
     )
 
 
@@ -228,55 +185,90 @@ def _setting(plan: Plan, key: str) -> Any:
 
 def follows(a: Plan, b: Plan) -> Iterator[Line]:
     """Settings and flags that differ without somebody having changed them."""
-    asked = {name for name, *_ in changed(a, b)}
-    for name, x, y in differences(a, b):
-        if name.startswith(FOLLOWS) and not {name, name.removeprefix("settings.")} & asked:
+    asked = {name for name, *_ in changed(a, b)} | ELSEWHERE
+    left, right = (dict(flat({n: getattr(plan, n) for n in FOLLOWS})) for plan in (a, b))
+    for name in left | right:
+        x, y = left.get(name), right.get(name)
+        if x != y and not {name, name.removeprefix("settings.")} & asked:
             yield name, x, y
 
 
-def moves(a: Plan, b: Plan) -> Iterator[Line]:
-    """The other values that differ, numbers by 0.05 % or more."""
-    for name, x, y in differences(a, b):
-        if not name.startswith(FOLLOWS) and percent(x, y) not in ("+0.0 %", "-0.0 %"):
-            yield name, x, y
+def moves(a: Plan, b: Plan) -> Iterator[list[str]]:
+    """Lines of the figures that differ, numbers by 0.05 % or more: the name with its unit, both
+    figures, and by how many percent the second one differs."""
+    left, right = ({(n, unit): value for n, unit, value in figures(plan)} for plan in (a, b))
+    for name, unit in left | right:
+        x, y = left.get((name, unit)), right.get((name, unit))
+        if x == y or (more := percent(x, y)) in ("+0.0 %", "-0.0 %"):
+            continue
+        if unit:
+            numbers = ("-" if value is None else f"{value:,.3f}" for value in (x, y))
+            yield [f"{name}, {unit}", *numbers, more]
+        else:
+            yield [*texts((name, x, y)), more]
 
 
-def differences(a: Plan, b: Plan) -> list[Line]:
-    """The name and both values of everything that differs."""
-    left, right = _values(a), _values(b)
-    return [
-        (name, x, y) for name in left | right if (x := left.get(name)) != (y := right.get(name))
-    ]
-
-
-def _values(plan: Plan) -> dict[str, Any]:
-    """The numbers and texts of a plan by dotted names. Collectives are named by kind and axes."""
-    values = dict(flat({n: value for n, value in asdict(plan).items() if n not in IGNORED}))
+def figures(plan: Plan) -> Iterator[tuple[str, str, Any]]:
+    """What the plans are compared by: name, unit and value. Counts, ratios and texts have no
+    unit."""
+    f, size, state, work = plan.forecast, plan.bytes_per_device, plan.state_bytes, plan.flops
+    yield "sent", "GiB", plan.wire_bytes / GIB
+    yield (
+        "sent without matmuls or attention next to it", "GiB", plan.uncovered_wire_bytes / GIB
+    )  # fmt: skip
+    for kind, launches in plan.kernels.items():
+        name = f"{kind.removeprefix('gemm_')} matmuls" if kind != "attention" else f"{kind} kernels"
+        yield name, "", launches
+    yield "kernel launches", "", plan.launches
+    yield "moved by quantization", "GiB", plan.quantization_bytes / GIB
+    yield "copied to the host", "GiB", plan.host.to_host / GIB
+    yield "copied from the host", "GiB", plan.host.from_host / GIB
+    yield "exposed copies to and from the host", "s", plan.host.exposed_s
+    for part, seconds in plan.bound_parts_s.items():
+        yield f"bound: {part_name(part)}", "s", seconds
+    yield "bound", "s", plan.bound_step_s
+    yield "forecast", "s", plan.forecast_step_s
+    yield "90 % interval, low", "s", f.interval.low_s
+    yield "90 % interval, high", "s", f.interval.high_s
+    yield "calibrated", "s", f.interval.calibrated_s
+    for part, seconds in f.parts_s.items():
+        yield part_name(part), "s", seconds
+    for basis, seconds in f.rests_on.items():
+        yield f"rests on {basis}", "s", seconds
+    yield "outside of the tables", "", f.outside
+    for kind, source in f.sources.items():
+        yield f"table of {kind}", "", source
+    yield "calls without a rule", "", [*f.unknown]
+    yield "assumed", "", f.assumed
+    yield "fits", "", plan.fits
+    yield "parameters", "billions", plan.parameters / 1e9
+    for name in ("arguments", "temporaries", "peak", "limit"):
+        yield f"memory: {name}", "GiB", getattr(size, name) / GIB
+    yield "memory of the host", "GiB", size.host / GIB
+    if size.scheduled is not None:
+        yield "memory limit of XLA's scheduler", "GiB", size.scheduled / GIB
+    yield "memory: parameters", "GiB", state.parameters / GIB
+    yield "memory: optimizer", "GiB", state.optimizer / GIB
+    if state.gradients is not None:
+        yield "memory: gradients", "GiB", state.gradients / GIB
+    yield "work", "TFLOP", work.compiled / 1e12
+    yield "work of the model", "TFLOP", work.model_full / 1e12
+    yield "work over the model's", "", work.recompute_ratio
+    if plan.stages:
+        yield "idle time of the pipeline over its busy time", "", plan.stages.bubble
+    for source, rates in plan.rates.items():
+        yield f"{source}: tokens/s/GPU", "", rates.tokens_per_s_per_gpu
+        yield f"{source}: MFU", "", rates.mfu
     for c in plan.collectives:
-        for name in ("count", "bytes", "exposed_s"):
-            values[f"{c.kind} over {c.axes}: {name}"] = getattr(c, name)
-    return {name: value for name, value in values.items() if not IGNORED_VALUES.fullmatch(name)}
+        yield f"{c.kind} over {c.axes}: runs", "", c.count
+        yield f"{c.kind} over {c.axes}: sent", "GiB", c.bytes / GIB
+        yield f"{c.kind} over {c.axes}: exposed", "s", c.exposed_s
 
 
-def in_units(name: str, *values: Any) -> list[str]:
-    """The name of a plan's value with its unit, and the values in this unit."""
-    if not name.startswith(("rates.", *FOLLOWS)):
-        for pattern, unit, size in UNITS:
-            if re.search(pattern, name):
-                numbers = ("-" if value is None else f"{value / size:,.3f}" for value in values)
-                return [f"{value_name(name)}, {unit}", *numbers]
-    return [value_name(name), *map(as_words, values)]
-
-
-def value_name(name: str) -> str:
-    """The name of a plan's value for people."""
-    for prefix, kind in (("forecast.parts_s.", ""), ("bound_parts_s.", "bound: ")):
-        if name.startswith(prefix):
-            return kind + part_name(name.removeprefix(prefix))
-    for pattern, words in PATTERNS:
-        if name not in NAMES and re.fullmatch(pattern, name):
-            return re.sub(pattern, words, name)
-    return NAMES.get(name, name)
+def texts(line: Line) -> list[str]:
+    """A line as texts for people."""
+    name, *values = line
+    return [name, *map(as_words, values)]
 
 
 def as_words(value: Any) -> str:

@@ -247,7 +247,8 @@ def test_values_of_a_difference_have_their_own_units():
     said = said_by(difference.page(made(), awkward()))
     assert "exposed copies to and from the host, s 0.000 0.250" in said
     assert re.search(r"copied to the host, GiB 0\.000 64\.000", said)
-    assert "stages.virtual_stages - 6" in said
+    assert "settings.parallelism.virtual_stages 1 6" in said
+    assert "calls without a rule - their_kernel" in said
     assert "fits yes no" in said
     assert re.search(r"parameters, billions 8\.030 341\.029", said)
     assert not re.search(
