@@ -77,7 +77,7 @@ EXAMPLES = """
 
 
 def make_parser() -> terminal.Parser:
-    """The parser of all commands. It lists them, and completes words for a shell."""
+    """The parser of all commands, which lists them."""
     parser = terminal.Parser(
         prog="jaxbench",
         description="LLM training benchmarks in pure JAX, with one recipe per model, size and "
@@ -112,10 +112,6 @@ def version() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command. Returns its exit status, or 2 for a mistake in the command line."""
     words = [*(sys.argv[1:] if argv is None else argv)]
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks which words may follow
-        import argcomplete
-
-        argcomplete.autocomplete(make_parser())
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
     if words[:1] == ["--version"]:

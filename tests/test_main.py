@@ -13,7 +13,7 @@ from mistakes import assert_mistake
 from rich.console import Console
 
 import jaxbench.base.terminal
-from jaxbench.__main__ import COMMANDS, main, make_parser, options_of
+from jaxbench.__main__ import COMMANDS, main, options_of
 from jaxbench.base.errors import RecipeError
 from jaxbench.plan.compare_arguments import models
 from jaxbench.recipe import listing, recipes
@@ -140,22 +140,6 @@ def test_list_is_filtered():
     ):
         with pytest.raises(RecipeError, match=re.escape(message)):
             listing.select(lines, words, gpu, gpus)
-
-
-def test_a_shell_completes_names():
-    """Of recipes and settings: what argcomplete asks the parser of all commands for."""
-    parser = make_parser()
-    (commands,) = (action for action in parser._actions if action.choices)
-    found = {
-        (name, action.dest): action.completer()
-        for name, command in commands.choices.items()
-        for action in command._actions
-        if hasattr(action, "completer")
-    }
-    for name in ("train", "plan"):
-        assert "llama2_70b_bf16" in found[name, "config"]
-        assert "parallelism.fsdp=" in found[name, "set"]
-    assert "llama2_70b_bf16" in found["list", "words"]
 
 
 def test_long_lines_are_folded_in_a_terminal_alone(monkeypatch):

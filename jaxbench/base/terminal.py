@@ -82,12 +82,6 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
     return run
 
 
-def completes(action: argparse.Action, names: Callable[[], Iterable[str]], end: str = "") -> None:
-    """Sets the values that a shell completes for an option, each followed by `end`. argcomplete
-    reads them from the attribute that is set here."""
-    vars(action)["completer"] = lambda **_: [name + end for name in names()]
-
-
 def console() -> Console:
     """Standard output as a console of rich, for tables."""
     output = Console(highlight=False, markup=False)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jaxbench.base import hardware
 from jaxbench.base.errors import RecipeError
-from jaxbench.base.terminal import Parser, check_folder, completes
+from jaxbench.base.terminal import Parser, check_folder
 from jaxbench.forecast.tables import load
 from jaxbench.recipe import recipes
 from jaxbench.recipe.checks import positive
@@ -39,19 +39,13 @@ def make_parser() -> Parser:
         "step sends over the network, and how long it will take.",
     )
     add = parser.add_argument_group("what to plan").add_argument
-    completes(add("--config", help="recipe file or name, such as llama2_70b_bf16"), recipes.names)
+    add("--config", help="recipe file or name, such as llama2_70b_bf16")
     add("--gpus", type=int, help="number of GPUs: the recipe's own, or any other that fills nodes")
-    completes(
-        add("--set", action="append", default=[], metavar="KEY=VALUE",
-            help="change a setting of the row: batch.microbatch=4"),
-        recipes.settings, end="=",
-    )
+    add("--set", action="append", default=[], metavar="KEY=VALUE",
+        help="change a setting of the row: batch.microbatch=4")
     add = parser.add_argument_group("where it would run").add_argument
-    completes(
-        add("--gpu", help=f"{', '.join(hardware.PLANNED)} (default {DEFAULT_GPU}), or a file.yaml "
-            "with a GPU that we do not know: like: h100, and settings of --system"),
-        lambda: [*hardware.PLANNED],
-    )
+    add("--gpu", help=f"{', '.join(hardware.PLANNED)} (default {DEFAULT_GPU}), or a file.yaml "
+        "with a GPU that we do not know: like: h100, and settings of --system")
     add("--system", action="append", default=[], metavar="KEY=VALUE",
         help="change the system: nvlink=450, nic=50 and host=55 (GB/s per GPU, one direction), "
         "node=8 (GPUs of a host), domain=8 (GPUs that NVLink joins), bandwidth=3352 (GB/s of a "

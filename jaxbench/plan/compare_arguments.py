@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jaxbench.base import hardware
 from jaxbench.base.errors import RecipeError
-from jaxbench.base.terminal import Parser, check_folder, completes
+from jaxbench.base.terminal import Parser, check_folder
 from jaxbench.forecast.goodput import LLAMA3, RESTART_S
 from jaxbench.plan import systems
 from jaxbench.plan.arguments import LIMIT
@@ -30,22 +30,16 @@ def make_parser() -> Parser:
         "compiled for these GPUs.",
     )
     add = parser.add_argument_group("what to compare").add_argument
-    completes(
-        add("--config", action="append", required=True,
-            help="recipe, or a model such as llama31_70b, which stands for its recipes, or the "
-            "config.json of a Llama from Hugging Face; may be given several times. Of several "
-            "recipes a GPU takes the narrowest format in which it multiplies and for which the "
-            "recipe has rows"),
-        lambda: [*recipes.names(), *models()],
-    )
+    add("--config", action="append", required=True,
+        help="recipe, or a model such as llama31_70b, which stands for its recipes, or the "
+        "config.json of a Llama from Hugging Face; may be given several times. Of several "
+        "recipes a GPU takes the narrowest format in which it multiplies and for which the "
+        "recipe has rows")
     add("--gpu", type=words, required=True, metavar="GPU,..",
         help=f"GPUs: {', '.join(hardware.PLANNED)}, or a file.yaml as for --gpu of plan")
     add("--gpus", type=words, required=True, metavar="N,..", help="numbers of GPUs: 64,256")
-    completes(
-        add("--set", action="append", default=[], metavar="KEY=VALUE",
-            help="change a setting of all rows"),
-        recipes.settings, end="=",
-    )
+    add("--set", action="append", default=[], metavar="KEY=VALUE",
+        help="change a setting of all rows")
     add("--system", action="append", default=[], metavar="[GPU:]KEY=VALUE",
         help="change a system as --system of plan does, for all GPUs or one: gb200:nic=100")
     add("--search", action="store_true",

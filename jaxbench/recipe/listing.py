@@ -9,7 +9,7 @@ from rich.table import Table
 
 from jaxbench.base import hardware
 from jaxbench.base.errors import RecipeError, counted, meant
-from jaxbench.base.terminal import Parser, command, completes, console, plain_table
+from jaxbench.base.terminal import Parser, command, console, plain_table
 from jaxbench.recipe import planned, published, recipes
 
 EXAMPLES = """
@@ -43,10 +43,7 @@ def make_parser() -> Parser:
         "words or options: rows, with their forecast and published throughput.",
     )  # fmt: skip
     add = parser.add_argument_group("which rows").add_argument
-    completes(
-        add("words", nargs="*", metavar="WORD", help="parts of a recipe's name: llama 70b fp8"),
-        recipes.names,
-    )
+    add("words", nargs="*", metavar="WORD", help="parts of a recipe's name: llama 70b fp8")
     add("--gpu", choices=list(hardware.PLANNED), help="rows for this GPU")
     add("--gpus", type=int, metavar="N", help="rows for this number of GPUs")
     add("--all", action="store_true", help="also rows for one GPU, with models cut to a few layers")

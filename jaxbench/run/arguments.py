@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxbench.base.errors import RecipeError
-from jaxbench.base.terminal import Parser, completes
-from jaxbench.recipe import recipes
+from jaxbench.base.terminal import Parser
 from jaxbench.recipe.checks import positive
 from jaxbench.recipe.settings import SMOKE_STEPS, STEPS
 from jaxbench.run.tensorboard import check_library
@@ -69,11 +68,10 @@ def make_parser() -> Parser:
         description="Runs one training benchmark on the devices of this job.",
     )
     add = parser.add_argument_group("what to run").add_argument
-    completes(add("--config", required=True, help="recipe file or name, such as llama2_70b_bf16"),
-              recipes.names)
+    add("--config", required=True, help="recipe file or name, such as llama2_70b_bf16")
     add("--gpus", type=int, help="fail unless the job has exactly this many GPUs")
-    completes(add("--set", action="append", default=[], metavar="KEY=VALUE",
-        help="change a setting of the row: parallelism.fsdp=4"), recipes.settings, end="=")
+    add("--set", action="append", default=[], metavar="KEY=VALUE",
+        help="change a setting of the row: parallelism.fsdp=4")
     add("--steps", type=int,
         help=f"optimizer steps (default {STEPS}, as published, or {SMOKE_STEPS} for the smoke row; "
         "with --restore, one more than the checkpoint has)")
