@@ -6,6 +6,7 @@ from jaxbench.base.hardware import H100, Gpu, placed
 from jaxbench.forecast.tables import load
 from jaxbench.plan.plan import Memory, Plan, StateBytes, describe
 from jaxbench.recipe import recipes
+from jaxbench.xla import flags
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.host_copies import HostTraffic
 from jaxbench.xla.memory import Buffer
@@ -75,7 +76,7 @@ def made(recipe: str = "llama31_8b_bf16", gpus: int = 64, gpu: Gpu = H100, **siz
     run = recipes.resolve(recipes.load(recipe).on(gpu), gpus)
     held = Memory(
         arguments=12 * 2**30, temporaries=50 * 2**30, peak=62 * 2**30, limit=gpu.memory_limit,
-        host=0, host_limit=gpu.host_limit,
+        host=0, host_limit=gpu.host_limit, scheduled=57 * 2**30,
     )  # fmt: skip
     sizes = {
         "bytes_per_device": held,
@@ -83,6 +84,8 @@ def made(recipe: str = "llama31_8b_bf16", gpus: int = 64, gpu: Gpu = H100, **siz
         "largest_buffers": [Buffer(2**31, "bf16[4,2048,128256]", "forward <div>, 4 times")],
         "lower_s": 2.0,
         "compile_s": 30.0,
+        "planned_flags": flags.PLANNED,
+        "without_cudnn": None,
     } | sizes
     program = Program.parse(PROGRAM)
     return describe(run, placed(gpu, gpus), load(gpu.name.lower(), None), program, **sizes)

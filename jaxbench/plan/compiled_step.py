@@ -4,7 +4,7 @@ forecast."""
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jaxbench.base.hardware import Gpu
 from jaxbench.forecast.forecast import Forecast, expected_costs, forecast
@@ -63,13 +63,13 @@ class Step:
     kernels: dict[str, int]
     launches: int
     other_kernels: list[OtherKernels]
-    quantization_bytes: int = 0
+    quantization_bytes: int
     host: HostTraffic
     bound_parts_s: dict[str, float]
     bound_step_s: float
     forecast_step_s: float
     forecast: Forecast
-    sensitivities: list[Sensitivity] = field(default_factory=list)
+    sensitivities: list[Sensitivity]
 
 
 def step_of(program: Program, gpu: Gpu, tables: Tables, axes: Callable[[Collective], str]) -> Step:

@@ -245,8 +245,7 @@ def figures(plan: Plan) -> Iterator[tuple[str, str, Any]]:
     for name in ("arguments", "temporaries", "peak", "limit"):
         yield f"memory: {name}", "GiB", getattr(size, name) / GIB
     yield "memory of the host", "GiB", size.host / GIB
-    if size.scheduled is not None:
-        yield "memory limit of XLA's scheduler", "GiB", size.scheduled / GIB
+    yield "memory limit of XLA's scheduler", "GiB", size.scheduled / GIB
     yield "memory: parameters", "GiB", state.parameters / GIB
     yield "memory: optimizer", "GiB", state.optimizer / GIB
     if state.gradients is not None:

@@ -6,7 +6,7 @@
 import json
 import math
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class Memory:
     limit: int
     host: int
     host_limit: int
-    scheduled: int | None = None
+    scheduled: int
 
     @property
     def fits(self) -> bool:
@@ -142,7 +142,7 @@ class Plan(Step):
     mesh: str
     settings: dict[str, Any]
     system: dict[str, Any]
-    planned_flags: flags.Options = field(default_factory=dict)
+    planned_flags: flags.Options
     flags: flags.Options
     versions: dict[str, str | None]
     parameters: int
@@ -155,7 +155,7 @@ class Plan(Step):
     compile_s: float
     rates: dict[str, Rates]
     published: dict[str, Any] | None
-    without_cudnn: str | None = None
+    without_cudnn: str | None
 
 
 def read(path: Path) -> Plan:

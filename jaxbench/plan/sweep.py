@@ -140,15 +140,14 @@ def compare_tables(before: Path, after: Path, percent: float) -> tuple[str, bool
 
 
 def _read_table(path: Path) -> dict[tuple[str, str, str], dict[str, str]]:
-    """The lines of a table by recipe, GPU and number of GPUs. A table without a GPU column is for
-    H100."""
+    """The lines of a table by recipe, GPU and number of GPUs."""
     try:
         comments, lines = planned.read(path)
-        needed = {"recipe", "GPUs", "fits", *COMPARED}
+        needed = {"recipe", "GPU", "GPUs", "fits", *COMPARED}
         for number, line in enumerate(lines, len(comments) + 2):
             if missing := [name for name in needed if line.get(name) is None]:
                 raise ValueError(f"line {number} has no {', '.join(sorted(missing))}")
-        table = {(line["recipe"], line.get("GPU", "h100"), line["GPUs"]): line for line in lines}
+        table = {(line["recipe"], line["GPU"], line["GPUs"]): line for line in lines}
         for line in lines:
             for column in COMPARED:
                 float(line[column])

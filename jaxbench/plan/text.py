@@ -58,7 +58,7 @@ def details(plan: Plan) -> str:
             "largest buffers at the peak:",
             *(f"  {gib(b.bytes):>9}  {b.shape:32} {b.name}" for b in plan.largest_buffers),
             *_published(plan),
-            *_options(plan),
+            _options(plan),
             f"lowered in {plan.lower_s:.1f} s, compiled in {plan.compile_s:.1f} s, "
             f"jax {plan.versions['jax']}",
         ]
@@ -88,11 +88,10 @@ def answer(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _options(plan: Plan) -> list[str]:
+def _options(plan: Plan) -> str:
     """The options in which the program differs from the one that `train` compiles."""
     options = ", ".join(f"{name}={value}" for name, value in plan.planned_flags.items())
-    line = f"compiled with the options of train and {options}, since there is no GPU to ask"
-    return [line] if options else []
+    return f"compiled with the options of train and {options}, since there is no GPU to ask"
 
 
 def _derived(plan: Plan) -> str:
@@ -165,7 +164,7 @@ def network(step: Step) -> list[str]:
 def schedule(plan: Plan) -> list[str]:
     """Whether XLA's scheduler has probably given up overlap to save memory."""
     size = plan.bytes_per_device
-    if not size.scheduled or not plan.collectives:
+    if not plan.collectives:
         return []
     met = size.temporaries > NEAR * size.scheduled
     found = "probably reached, so more memory may expose less" if met else "not reached"
