@@ -69,7 +69,6 @@ CHANGES: dict[str, Callable[[Measured], Measured]] = {
     ),
     "2 us more per kernel": lambda costs: Changed(costs, start_s=2 * MICRO),
     "the slowest of all GPUs (1.5 %)": under(spread=GPU_SPREAD),
-    "network untuned": under(tuned=False),
 }
 """The cost model with each change."""
 

@@ -44,13 +44,12 @@ class Conditions:
 
     A forecast has the values here. `slowdown` is the factor on the time of a kernel that overlaps
     with a collective: kernels were 18.9 % slower on average than the same kernels of the same step
-    without it, on H100 and other GPUs (arXiv 2507.03114). `tuned` says that rings are as fast as in
-    a tuned network. `sustained` says that clocks are under the power limit; otherwise they are as
-    high as in bursts. `spread` is the standard deviation of the GPUs' speed.
+    without it, on H100 and other GPUs (arXiv 2507.03114). `sustained` says that clocks are under
+    the power limit; otherwise they are as high as in bursts. `spread` is the standard deviation of
+    the GPUs' speed.
     """
 
     slowdown: float = 1.189
-    tuned: bool = True
     sustained: bool = True
     spread: float = 0.0
 
@@ -320,11 +319,8 @@ class Measured(Roofline):
         return self._measured.nvlink / self.gpu.nvlink
 
     def _ring_share(self, domains: int) -> float:
-        """The share of the NICs' rate that a ring over domains reaches after its latencies. An
-        untuned network has at most the share that was measured in one."""
-        share = share_of(self.tables.values["network", "ring"], domains)
-        untuned = self.tables.values["network", "untuned"].values()
-        return share if self.conditions.tuned else min(share, *untuned)
+        """The share of the NICs' rate that a ring over domains reaches after its latencies."""
+        return share_of(self.tables.values["network", "ring"], domains)
 
 
 def share_of(table: Mapping[Sizes, float], domains: int) -> float:

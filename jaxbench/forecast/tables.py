@@ -49,7 +49,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "memory": (("any", "fp8"), (0,)),
     "sustained": (FORMATS, (1,)),
     "scan": (("forward", "reverse", "to_x", "to_b", "to_c"), (1, 1)),
-    "network": (("ring", "untuned", "direct"), (2,)),
+    "network": (("ring", "direct"), (2,)),
     "nvlink": (("direct",), (2,)),
 }
 """The names of each kind, and the least value of each of its sizes."""

@@ -14,7 +14,7 @@ from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import GROUPED, Work
 from jaxbench.xla.timeline import Kernel
 
-BURSTS, UNTUNED = Conditions(sustained=False), Conditions(tuned=False, spread=GPU_SPREAD)
+BURSTS, SPREAD = Conditions(sustained=False), Conditions(spread=GPU_SPREAD)
 
 
 def measured(gpu=H100, conditions=EXPECTED) -> Measured:
@@ -216,7 +216,7 @@ def test_half_of_all_jobs_have_a_gpu_as_slow_as_the_slowest(gpus):
 
 def test_a_spread_of_gpus_waits_for_the_slowest_one_of_the_job():
     large = product(8192, 28672, 8192)
-    slow = [Measured(H100, tables.load("h100"), UNTUNED, n) for n in (1, 64)]
+    slow = [Measured(H100, tables.load("h100"), SPREAD, n) for n in (1, 64)]
     one, many = (costs.work(large) for costs in slow)
     assert one == measured().work(large)
     assert many == pytest.approx(one / slowest(GPU_SPREAD, 64))
@@ -468,22 +468,19 @@ def test_a_ring_between_nodes_by_hand():
         2**29 * 7 / 8 / (tables.load("h100").values["collective", "all-gather"][8, 2**29] * 1e-6)
     )
     sent, latency = 2**30 * 63 / 64, 8.4e-6 + 56 * 3.4e-6 + 7 * 14e-6
-    for conditions, share in ((EXPECTED, 0.868), (UNTUNED, 0.563)):
-        found = measured(conditions=conditions).collective(gather(range(64), 2**30))
-        assert found == pytest.approx(sent / min(share * 400e9, over_nvlink) + latency)
+    found = measured().collective(gather(range(64), 2**30))
+    assert found == pytest.approx(sent / min(0.868 * 400e9, over_nvlink) + latency)
 
 
 @pytest.mark.parametrize(("nodes", "bus"), [(4, 360), (8, 345), (16, 320), (32, 300), (128, 260)])
 def test_a_ring_on_h100s_has_the_bus_rate_that_was_measured(nodes, bus):
-    """Of a message of 16 GiB, with the latencies: NVIDIA/nccl issue 1229. In an untuned network 200
-    GB/s of 2 GB on 32 nodes: NVIDIA/nccl issue 1218. Up to 8 nodes NVLink's table is a limit."""
+    """Of a message of 16 GiB, with the latencies: NVIDIA/nccl issue 1229. Up to 8 nodes NVLink's
+    table is a limit."""
     costs, whole = measured(), 2**34
     costs._nvlink = lambda kind: 450e9
     gpus = 8 * nodes
     found = whole * (gpus - 1) / gpus / costs.collective(gather(range(gpus), whole))
     assert found == pytest.approx(bus * 1e9, rel=2e-3)
-    untuned = measured(conditions=UNTUNED).collective(gather(range(256), 2 * 10**9))
-    assert 2e9 * 255 / 256 / untuned == pytest.approx(200e9, rel=0.01)
 
 
 BUS = {
@@ -528,22 +525,21 @@ def test_an_all_reduce_is_no_slower_than_a_ring():
     "kind", ["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"]
 )
 def test_a_faster_link_or_less_to_send_never_takes_longer(gpu, kind):
-    """For rings inside a domain and between domains, and for every condition."""
+    """For rings inside a domain and between domains."""
     nearest = PLANNED[gpu]
     faster = [replace(nearest, nic=x * nearest.nic) for x in (0.5, 1, 2, 8)]
     wider = [replace(nearest, nvlink=x * nearest.nvlink) for x in (0.5, 1, 2)]
-    for conditions in (EXPECTED, UNTUNED):
-        costs = [Measured(g, tables.load(gpu), conditions) for g in (*faster, *wider)]
-        for gpus in (2, 6, 8, 64, 72, 576):
-            times = [
-                [each.collective(gather(range(gpus), 2**n, kind)) for n in range(8, 36)]
-                for each in costs
-            ]
-            for times_by_size in times:
-                assert times_by_size == sorted(times_by_size)
-            for links in (times[: len(faster)], times[len(faster) :]):
-                for by_link in zip(*links, strict=True):
-                    assert list(by_link) == sorted(by_link, reverse=True)
+    costs = [Measured(g, tables.load(gpu)) for g in (*faster, *wider)]
+    for gpus in (2, 6, 8, 64, 72, 576):
+        times = [
+            [each.collective(gather(range(gpus), 2**n, kind)) for n in range(8, 36)]
+            for each in costs
+        ]
+        for times_by_size in times:
+            assert times_by_size == sorted(times_by_size)
+        for links in (times[: len(faster)], times[len(faster) :]):
+            for by_link in zip(*links, strict=True):
+                assert list(by_link) == sorted(by_link, reverse=True)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -555,7 +551,7 @@ def test_a_higher_peak_or_a_faster_memory_never_makes_a_kernel_slower(gpu):
              for dtype in ("bf16", "f8e4m3fn", "f32")]  # fmt: skip
     works += [attention(1, 64, length, 128, 128) for length in (256, 8192)]
     works += [grouped(1024, dtype=dtype) for dtype in ("bf16", "f8e4m3fn")]
-    for conditions in (BURSTS, EXPECTED, UNTUNED):
+    for conditions in (BURSTS, EXPECTED, SPREAD):
         costs = [Measured(g, tables.load(gpu), conditions) for g in (known, *faster)]
         for kernel in [Kernel((work,), 10**8, "") for work in works] + [Kernel((), 10**9, "")]:
             seconds, *others = (sum(each.kernel(kernel).values()) for each in costs)
