@@ -47,7 +47,7 @@ COMMANDS = {
         "model: days, cost and energy, with failures", first="plan.stubs",
     ),
     "report": Command(
-        "report.arguments", "report.command", "compare results with published ones", jax=False
+        "report.command", "report.command", "compare results with published ones", jax=False
     ),
     "jobs": Command(
         "cluster.jobs", "cluster.jobs",
