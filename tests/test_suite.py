@@ -14,7 +14,7 @@ from jaxbench.recipe import recipes
 
 FILES = [path for path in Path(__file__).parent.rglob("*.py") if path.parent.name != "fixtures"]
 OPTIONAL = {"jax_plugins", "jax_cuda13_plugin", "transformer_engine", "playwright", "torch",
-            "pynvml", "axe_playwright_python", "tensorboardX"}  # fmt: skip
+            "pynvml", "axe_playwright_python"}  # fmt: skip
 
 
 @pytest.mark.parametrize("absent", ["jax_plugins", "jax_plugins.xla_cuda13"])

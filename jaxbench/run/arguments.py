@@ -13,7 +13,6 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.terminal import Parser
 from jaxbench.recipe.checks import positive
 from jaxbench.recipe.settings import SMOKE_STEPS, STEPS
-from jaxbench.run.tensorboard import check_library
 
 KEEP = 2
 """The number of checkpoints that a run keeps by default."""
@@ -41,7 +40,6 @@ class Options:
     steps: int | None
     seed: int
     output: Path | None
-    tensorboard: bool
     cpu_devices: int | None
     local_devices: int | None
     checkpoint: bool
@@ -78,8 +76,6 @@ def make_parser() -> Parser:
     add("--seed", type=int, default=0, help="seed of weights and tokens")
     add("--output", type=Path,
         help="new folder for the records (default results/<recipe>/<row>/<time>)")
-    add("--tensorboard", action="store_true",
-        help="also write every step for TensorBoard, into the folder of the records")
     add = parser.add_argument_group("devices").add_argument
     add("--cpu-devices", type=int, metavar="N", help="use N virtual CPU devices, to try a mesh")
     add("--local-devices", type=int, metavar="N",
@@ -177,8 +173,6 @@ def check_arguments(options: Options) -> None:
         raise RecipeError(f"{' and '.join(used)} exclude each other")
     if options.profile and options.profile_steps[0] >= (options.steps or STEPS):
         raise RecipeError(f"--profile-steps {options.profile_steps[0]} comes after the last step")
-    if options.tensorboard:
-        check_library()
     if options.keep is not None and not options.checkpoint and options.checkpoint_every is None:
         raise RecipeError(f"--keep {options.keep} needs --checkpoint or --checkpoint-every")
     if options.resume and options.output is None:

@@ -15,7 +15,6 @@ from jaxbench.recipe.settings import Run
 from jaxbench.results.throughput import energy, throughput
 from jaxbench.results.verdict import SMOKE
 from jaxbench.run import sampling, summary
-from jaxbench.run.tensorboard import TensorBoard
 
 SCHEMA = 1
 """Version of run.json; it grows when a field changes its meaning or is removed."""
@@ -64,25 +63,21 @@ class Recorder:
     """Writes the records of one run into its folder and reports to the terminal. Without a folder,
     as on ranks other than 0, the record stays in memory.
 
-    Every step goes to `steps.jsonl`, in both published formats to `log-<recipe>_<row>.out`, in a
-    short line to the terminal, and with `tensorboard` to its files. A run that is resumed at step
-    `start` keeps the recorded steps before it.
+    Every step goes to `steps.jsonl`, in both published formats to `log-<recipe>_<row>.out`, and in
+    a short line to the terminal. A run that is resumed at step `start` keeps the recorded steps
+    before it.
     """
 
-    def __init__(self, folder: Path | None, run: Run, record: dict[str, Any], start: int = 0,
-                 tensorboard: bool = False):  # fmt: skip
+    def __init__(self, folder: Path | None, run: Run, record: dict[str, Any], start: int = 0):
         self.folder, self.run, self.record = folder, run, record
         self.steps: list[dict[str, Any]] = []
         self._log_error: OSError | None = None
         self._jsonl: Lines | None = None
         self._slow: list[str] = []
-        self._board: TensorBoard | None = None
         # A signal before the first step calls `finish` from another thread.
         self._writing = threading.Lock()
         if folder is None:
             return
-        if tensorboard:
-            self._board = TensorBoard(folder, record, start)
         self._json = ReservedJson(folder / "run.json")
         self.begin(start, {})
         self._log = Lines(folder / f"log-{run.recipe}_{run.row}.out")
@@ -161,8 +156,6 @@ class Recorder:
             raise self._unwritable(error) from error
         for text in (summary.maxtext_line(run, line), summary.nemo_line(run, line)):
             self._to_log(text)
-        if self._board is not None:
-            self._board.step(line)
         print(summary.short_line(run, line), flush=True)
         if self._log_error is not None:
             raise self._unwritable(self._log_error)
@@ -207,6 +200,6 @@ class Recorder:
                 "page:   add --format html --output report.html",
             ):
                 self.say(line)
-            for file in (self._json, self._log, self._jsonl, self._board):
+            for file in (self._json, self._log, self._jsonl):
                 if file is not None:
                     file.close()

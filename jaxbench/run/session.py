@@ -73,7 +73,7 @@ def benchmark(run: Run, session: Session) -> int:
         if first:
             write_json(session.folder / "environment.json", variables())
         folder = session.folder if first else None
-        recorder = Recorder(folder, run, record, session.start, session.options.tensorboard)
+        recorder = Recorder(folder, run, record, session.start)
         with Watchdog(session.options.watchdog, partial(hung, recorder)) as watchdog:
 
             def interrupted(number: signal.Signals) -> None:  # before the first step

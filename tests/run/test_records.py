@@ -17,13 +17,13 @@ from commands import ROOT
 from disk import needs_small_disk, run_on_disk
 from tiny import tiny_run
 
-from jaxbench.base.errors import STATUS, RecipeError
+from jaxbench.base.errors import STATUS
 from jaxbench.base.files import ReservedJson
 from jaxbench.recipe import recipes
 from jaxbench.results.throughput import throughput
 from jaxbench.results.window import spread
 from jaxbench.results.window import window as published_window
-from jaxbench.run import command, records, start_record, summary, tensorboard
+from jaxbench.run import command, records, start_record, summary
 from jaxbench.run.arguments import parse_arguments
 from jaxbench.run.records import Recorder
 
@@ -309,33 +309,3 @@ def test_a_run_that_cannot_be_recorded_is_one_line(at, tmp_path, monkeypatch, ca
     assert command.main(["--config", "llama31_8b_bf16", *arguments]) == STATUS["storage"]
     message = f"error: the record in {tmp_path} cannot be written: No space left on device\n"
     assert capsys.readouterr().err == message
-
-
-def test_a_missing_library_is_one_line(monkeypatch):
-    monkeypatch.setattr(tensorboard, "installed", lambda name: False)
-    with pytest.raises(RecipeError, match=r"--tensorboard needs .*'\.\[tensorboard\]'"):
-        tensorboard.check_library()
-
-
-def test_tensorboard_has_every_step(tmp_path):
-    run = tiny_run()
-    recorder = Recorder(tmp_path, run, record_of(run) | {"command": "train"}, tensorboard=True)
-    for n in range(3):
-        recorder.step({**STEP, "step": n, "loss": 12.0 - n, "expert_load": [1, 2]})
-    recorder.finish("interrupted", "SIGINT")
-    points = {(v.tag, e.step): v.simple_value for e in events(tmp_path) for v in e.summary.value}
-    assert [points["loss", n] for n in range(3)] == [12.0, 11.0, 10.0]
-    assert points["step_time_s", 2] == pytest.approx(12.39)
-    assert ("expert_load", 0) not in points
-
-
-def events(folder):
-    """The events of TensorBoard's file, whose records are length, checksum, event, checksum."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    (file,) = folder.glob("tensorboard/events.*")
-    data, at = file.read_bytes(), 0
-    while at < len(data):
-        length = int.from_bytes(data[at : at + 8], "little")
-        yield Event.FromString(data[at + 12 : at + 12 + length])
-        at += length + 16
