@@ -169,7 +169,7 @@ def mixer(model: str) -> Case:
     )  # fmt: skip
 
     def run_both(projected, parameters, cotangent):
-        mix = on_device(partial(ssd_kernels.mixer, dims, ()))
+        mix = on_device(partial(ssd_kernels.mixer, dims))
         out, vjp = jax.vjp(mix, projected, parameters)
         return out, vjp(cotangent)
 

@@ -231,7 +231,7 @@ def implementations_of_mixer(ctx: Context) -> dict[str, Callable]:
 
 def mixed(mix: Callable, ctx: Context, projected: jax.Array, *parameters: jax.Array) -> jax.Array:
     """A mixer's output on the one device of the mesh."""
-    local = partial(mix, mixer_dims(ctx), ())
+    local = partial(mix, mixer_dims(ctx))
     return mesh.on_each_device(local, PartitionSpec())(projected, ssd.Parameters(*parameters))
 
 

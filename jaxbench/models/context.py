@@ -62,10 +62,8 @@ def make_context(
     cfg: ModelConfig, length: int, execution: Execution, precision: Precision
 ) -> Context:
     """The context of a forward pass over sequences of `length` tokens, on the current mesh."""
-    shards, mixer = mesh.ranks("seq"), cfg.attention_mixer
-    kernels = choose_kernels(
-        cfg, length, shards, execution, precision, mesh.platform(), mesh.capability()
-    )
+    mixer = cfg.attention_mixer
+    kernels = choose_kernels(cfg, length, execution, precision, mesh.platform(), mesh.capability())
     rotary = rotary_tables(mixer, length) if mixer else None
     return Context(rotary, kernels=kernels, expert_parts=execution.expert_parts)
 
@@ -73,17 +71,16 @@ def make_context(
 def choose_kernels(
     cfg: ModelConfig,
     length: int,
-    shards: int,
     execution: Execution,
     precision: Precision,
     platform: str,
     capability: Capability | None,
 ) -> Kernels:
-    """The kernels that compute a model, whose sequences of `length` tokens lie on `shards` ranks.
-    Raises RecipeError if a requested kernel cannot compute the model."""
+    """The kernels that compute a model over sequences of `length` tokens. Raises RecipeError if a
+    requested kernel cannot compute the model."""
     dtype = precision.dtype
     return Kernels(
         attention=attention.choose(execution, cfg, dtype, length, platform, capability),
-        ssd=ssd.choose(execution, cfg, dtype, length // shards, platform) if cfg.mamba else "xla",
+        ssd=ssd.choose(execution, cfg, dtype, length, platform) if cfg.mamba else "xla",
         grouped_matmul=grouped.choose(execution, cfg, dtype, platform) if cfg.experts else "xla",
     )

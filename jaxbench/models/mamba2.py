@@ -88,7 +88,7 @@ class Mamba2(nnx.Module):
 
         def local(projected, groups):
             parameters = jax.tree.map(mesh.varying, ssd.Parameters.of(groups))
-            y = mixer(self.dims, mesh.axes("seq"), projected, parameters)
+            y = mixer(self.dims, projected, parameters)
             return y.reshape(*y.shape[:2], -1)
 
         out_specs = mesh.spec("batch seq groups", mesh.ACTIVATION)

@@ -68,7 +68,8 @@ class Parallelism:
     expert: int = 1
     """expert parallelism; experts are split over expert x tensor"""
     context: int = 1
-    """ranks over which a sequence is split; context x tensor divides the kv heads"""
+    """ranks over which a sequence is split; context x tensor divides the kv heads; 1 if the model
+    has Mamba-2"""
     tensor: int = 1
     """tensor parallelism"""
 
@@ -418,9 +419,13 @@ class Run:
         divides("parallelism.tensor", p.tensor, "model.vocabulary", m.vocabulary)
         if m.mamba:
             divides("parallelism.tensor", p.tensor, "model.mamba.groups", m.mamba.groups)
-            shard = b.sequence_length // p.context
-            chunk = min(SSD_CHUNK, shard)
-            divides("the Mamba chunk", chunk, "batch.sequence_length / context", shard)
+            chunk = min(SSD_CHUNK, b.sequence_length)
+            divides("the Mamba chunk", chunk, "batch.sequence_length", b.sequence_length)
+            require(
+                p.context == 1,
+                f"parallelism.context = {p.context}: {m.family} has Mamba-2 mixers, which take "
+                "whole sequences; expected 1",
+            )
         if m.experts:
             self._check_experts(m.experts)
         else:

@@ -59,7 +59,6 @@ def _mamba(run: Run, name: str, platform: str) -> str:
     """The implementation of Mamba-2. On a GPU it also says why the one that `auto` prefers was not
     taken."""
     first, length = next(iter(ssd.IMPLEMENTATIONS)), run.batch.sequence_length
-    length //= run.parallelism.context
     dtype, automatic = run.precision.dtype, run.execution.ssd == "auto"
     refused = ssd.refusal(first, run.model, dtype, length, platform)
     return f"{name} ({first} {refused})" if automatic and refused and platform == "gpu" else name
@@ -101,10 +100,8 @@ def check_program(compiled: Any, run: Run) -> None:
 
 
 def _choose_kernels(run: Run, platform: str, capability: Capability | None) -> Kernels:
-    length, shards = run.batch.sequence_length, run.parallelism.context
-    return choose_kernels(
-        run.model, length, shards, run.execution, run.precision, platform, capability
-    )
+    length = run.batch.sequence_length
+    return choose_kernels(run.model, length, run.execution, run.precision, platform, capability)
 
 
 def _check_quantized(program: Program, run: Run) -> None:

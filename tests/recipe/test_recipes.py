@@ -115,6 +115,13 @@ def test_what_no_pipeline_can_hold():
         recipes.resolve(recipes.load("nemotronh_56b_bf16"), "smoke", devices=2, overrides=parsed)
 
 
+def test_mamba_takes_whole_sequences():
+    parsed = recipes.parse_overrides(["parallelism.context=2"])
+    message = "parallelism.context = 2: nemotronh has Mamba-2 mixers, which take whole sequences"
+    with pytest.raises(RecipeError, match=message):
+        recipes.resolve(recipes.load("nemotronh_56b_bf16"), "smoke", devices=2, overrides=parsed)
+
+
 def test_a_pipeline_without_a_microbatch_takes_one_for_each_rank():
     run = override("parallelism.pipeline=4", "parallelism.tensor=2")
     assert (run.microbatch, run.accumulation) == (2, 4)

@@ -19,7 +19,7 @@ def run_of(*overrides, family="nemotronh_56b_bf16"):
 
 
 def chosen(run, platform):
-    length = run.batch.sequence_length // run.parallelism.context
+    length = run.batch.sequence_length
     return choose(run.execution, run.model, run.precision.dtype, length, platform)
 
 
@@ -39,7 +39,7 @@ def test_a_gpu_whose_kernels_cannot_says_why(monkeypatch):
     monkeypatch.setattr(mesh, "platform", lambda: "gpu")
     assert describe_kernels(run_of("execution.ssd=auto"))["Mamba-2"] == "pallas"
     short = run_of("execution.ssd=auto", "batch.sequence_length=64")
-    reason = "64 tokens per sequence and rank, not a multiple of 128"
+    reason = "64 tokens per sequence, not a multiple of 128"
     assert describe_kernels(short)["Mamba-2"] == f"xla (pallas cannot compute {reason})"
     asked = run_of("execution.ssd=xla", "batch.sequence_length=64")
     assert describe_kernels(asked)["Mamba-2"] == "xla"
@@ -53,7 +53,7 @@ def test_a_gpu_whose_kernels_cannot_says_why(monkeypatch):
         ("model.mamba={heads: 12, head_dim: 16, state: 32, groups: 4}", "48 features per group"),
         ("model.mamba={heads: 8, head_dim: 128, state: 256, groups: 4}", "state = 32768, more"),
         ("precision.dtype=fp32", "precision.dtype = fp32"),
-        ("batch.sequence_length=64", "64 tokens per sequence and rank, not a multiple of 128"),
+        ("batch.sequence_length=64", "64 tokens per sequence, not a multiple of 128"),
     ],
 )
 def test_what_kernels_cannot_do_is_a_mistake(change, message):

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
 from recurrence import Case, errors
 
 from jaxbench.ops import ssd
@@ -53,36 +52,15 @@ def _short_chunks(monkeypatch):
 def test_in_float32(name, case):
     # Sums of 32 to 256 products under decays: some roundings each, next to none of them alike; of
     # terms of both signs in the gradients of time steps and decays.
-    distances = errors(partial(MIXERS[name], case.dims, ()), case, jnp.float32)
+    distances = errors(partial(MIXERS[name], case.dims), case, jnp.float32)
     assert max(distances.values()) < 50 * EPS32, distances
 
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_in_bfloat16(name):
     # A rounding to bf16 is a relative error of 2^-9 / sqrt(3) = 0.0011; several go into each sum.
-    distances = errors(partial(MIXERS[name], SEVERAL_CHUNKS.dims, ()), SEVERAL_CHUNKS, jnp.bfloat16)
+    distances = errors(partial(MIXERS[name], SEVERAL_CHUNKS.dims), SEVERAL_CHUNKS, jnp.bfloat16)
     assert max(distances.values()) < 6 * 2**-9 / np.sqrt(3), distances
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "chunk"),
-    [
-        ("xla", 1, 4), ("xla", 1, 128), ("xla", 2, 16), ("xla", 3, 4), ("xla", 3, 32),
-        ("pallas", 3, 32),
-    ],
-)  # fmt: skip
-def test_over_ranks_that_share_a_sequence(name, ranks, chunk, monkeypatch):
-    """With one chunk or several on each rank; of three, states pass through the one in between."""
-    monkeypatch.setattr(xla, "SSD_CHUNK", chunk)
-    whole, split = PartitionSpec(), PartitionSpec(None, "context")
-    mix = jax.shard_map(
-        partial(MIXERS[name], SEVERAL_CHUNKS.dims, ("context",)),
-        mesh=jax.make_mesh((ranks,), ("context",), (AxisType.Auto,), devices=jax.devices()[:ranks]),
-        in_specs=(split, whole), out_specs=split,
-        check_vma=False,  # Pallas's interpreter slices blocks with indices that do not vary
-    )  # fmt: skip
-    distances = errors(mix, SEVERAL_CHUNKS, jnp.float32)
-    assert max(distances.values()) < 50 * EPS32, distances
 
 
 def test_products_of_bf16_are_summed_in_fp32_and_differentiated_in_bf16():

@@ -4,9 +4,7 @@ causal convolution with SiLU, a selective scan, and a gate with RMSNorm.
 There is one file for each implementation. The registry here chooses among them; the check of
 compiled programs and the plan read its entries.
 
-The functions are pure functions of one device's arrays. `context` names the mesh axes over which
-the sequence is split into consecutive shards. The shards exchange one state per head and the last
-few tokens.
+The functions are pure functions of one device's arrays, which hold whole sequences.
 
 Dimension letters: B batch, S sequence, G groups, K chunks, Q and R tokens of a chunk, H heads of a
 group (which share b and c), P head dim, N state, W taps, C convolved channels, I columns of the
@@ -21,7 +19,7 @@ from jaxtyping import Array, Float
 from jaxbench.ops import implementations
 from jaxbench.ops.implementations import TRITON, lazy
 from jaxbench.ops.ssd import xla
-from jaxbench.ops.ssd.parts import Axes, Dims, Parameters
+from jaxbench.ops.ssd.parts import Dims, Parameters
 from jaxbench.recipe.mixers import MambaConfig
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import Execution
@@ -35,11 +33,11 @@ class Implementation:
 
     `mixer` maps the input projection of a device's groups to the input of the output projection.
     `platforms` are the platforms on which it runs (None: all). `refusal` returns why it cannot
-    compute a model in a dtype with a number of tokens on a rank, or None. `calls` are the custom
-    calls that a compiled step must contain.
+    compute a model in a dtype with sequences of a length, or None. `calls` are the custom calls
+    that a compiled step must contain.
     """
 
-    mixer: Callable[[Dims, Axes, Float[Array, "B S G I"], Parameters], Float[Array, "B S G F"]]
+    mixer: Callable[[Dims, Float[Array, "B S G I"], Parameters], Float[Array, "B S G F"]]
     platforms: tuple[str, ...] | None = None
     refusal: Callable[[MambaConfig, str, int], str | None] = lambda mamba, dtype, length: None
     calls: tuple[str, ...] = ()
@@ -58,8 +56,8 @@ IMPLEMENTATIONS = {
 
 
 def choose(execution: Execution, cfg: ModelConfig, dtype: str, length: int, platform: str) -> str:
-    """The name of the implementation that computes a model's mixers, with `length` tokens of a
-    sequence on each rank. Raises RecipeError if the requested implementation cannot do it."""
+    """The name of the implementation that computes a model's mixers over sequences of `length`
+    tokens. Raises RecipeError if the requested implementation cannot do it."""
     return implementations.choose(
         "ssd", execution.ssd, IMPLEMENTATIONS,
         lambda name: refusal(name, cfg, dtype, length, platform),

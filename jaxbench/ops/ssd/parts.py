@@ -5,9 +5,6 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float
 
-Axes = tuple[str, ...]
-"""The mesh axes over which the sequence is split into consecutive shards."""
-
 
 @dataclass(frozen=True)
 class Dims:

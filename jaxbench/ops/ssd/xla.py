@@ -7,19 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxbench.ops.ssd.context_exchange import (
-    end_state,
-    entering,
-    scan_states,
-    segment_decay,
-    tokens_before,
-)
-from jaxbench.ops.ssd.parts import Axes, Dims, Parameters
+from jaxbench.ops.ssd.parts import Dims, Parameters
 from jaxbench.recipe.mixers import SSD_CHUNK
 
 
 def mixer(
-    dims: Dims, context: Axes, projected: Float[Array, "B S G I"], parameters: Parameters
+    dims: Dims, projected: Float[Array, "B S G I"], parameters: Parameters
 ) -> Float[Array, "B S G F"]:
     """`ops.ssd.Implementation.mixer`, vectorised over groups, so that each kernel computes all of
     them.
@@ -28,22 +21,22 @@ def mixer(
     and states of the scan therefore exist for only one layer at a time.
     """
 
-    groups = jax.vmap(partial(group, dims, context), in_axes=(2, 0), out_axes=2)
+    groups = jax.vmap(partial(group, dims), in_axes=(2, 0), out_axes=2)
     return jax.checkpoint(groups, prevent_cse=False)(projected, parameters)
 
 
 def group(
-    dims: Dims, context: Axes, projected: Float[Array, "B S I"], parameters: Parameters
+    dims: Dims, projected: Float[Array, "B S I"], parameters: Parameters
 ) -> Float[Array, "B S F"]:
     """The features of one group. The gate comes before the norm. Everything except the matmuls of
     the scan is in fp32."""
     z, dt = projected[..., : dims.inner], projected[..., -dims.heads :]
-    convolved = conv_silu(dims, context, projected, parameters)
+    convolved = conv_silu(dims, projected, parameters)
     x, b, c = jnp.split(convolved, [dims.inner, dims.inner + dims.state], axis=-1)
     x = x.reshape(*x.shape[:2], dims.heads, dims.head_dim)
     dt = jax.nn.softplus(dt.astype(jnp.float32) + parameters.dt_bias)
     with jax.named_scope("ssd.scan"):  # for profiles
-        y = scan(x, dt, -jnp.exp(parameters.a_log), b, c, context)
+        y = scan(x, dt, -jnp.exp(parameters.a_log), b, c)
     y += parameters.d[:, None] * x
     y = y.reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))
     y *= jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + dims.eps)
@@ -51,11 +44,11 @@ def group(
 
 
 def conv_silu(
-    dims: Dims, context: Axes, projected: Float[Array, "B S I"], parameters: Parameters
+    dims: Dims, projected: Float[Array, "B S I"], parameters: Parameters
 ) -> Float[Array, "B S C"]:
     """The inputs x, b and c of the scan: convolved and activated in fp32."""
     columns = projected[..., dims.inner : dims.inner + dims.channels]
-    convolved = causal_conv(columns, parameters.taps, parameters.bias, context)
+    convolved = causal_conv(columns, parameters.taps, parameters.bias)
     return jax.nn.silu(convolved).astype(projected.dtype)
 
 
@@ -63,15 +56,13 @@ def causal_conv(
     x: Float[Array, "B S C"],
     taps: Float[Array, "W C"],
     bias: Float[Array, "C"],
-    context: Axes = (),
 ) -> Float[Array, "B S C"]:
     """Depthwise causal convolution in fp32: y[t] = bias + sum over w of taps[w] x[t - W + 1 + w].
 
-    The tokens before the sequence are zeros. The tokens before a shard are the last W - 1 tokens of
-    the previous shard.
+    The tokens before the sequence are zeros.
     """
-    width, length = len(taps), x.shape[1]
-    before = tokens_before(x, width - 1, context)
+    width, (batch, length, channels) = len(taps), x.shape
+    before = jnp.zeros((batch, width - 1, channels), x.dtype)
     x = jnp.concatenate([before, x], axis=1).astype(jnp.float32)
     return bias + sum(taps[w] * x[:, w : w + length] for w in range(width))
 
@@ -82,7 +73,6 @@ def scan(
     a: Float[Array, "H"],
     b: Float[Array, "B S N"],
     c: Float[Array, "B S N"],
-    context: Axes = (),
 ) -> Float[Array, "B S H P"]:
     """Scan of one group: y_t = c_t . s_t with the state s_t = exp(dt_t a) s_(t-1) + dt_t x_t (x)
     b_t.
@@ -108,26 +98,36 @@ def scan(
     to_end = jnp.moveaxis(jnp.exp(total[..., -1:] - total), 2, 3)
     kept = (x * (dt * to_end)[..., None]).astype(x.dtype)
     left = jnp.einsum("BKQHP,BKQN->BKHPN", kept, b)
-    before = states_before(total[..., -1], left, context).astype(x.dtype)
+    before = states_before(total[..., -1], left).astype(x.dtype)
     from_start = jnp.moveaxis(jnp.exp(total), 2, 3)
     y = y + from_start[..., None] * jnp.einsum("BKQN,BKHPN->BKQHP", c, before)
     return y.reshape(batch, length, *y.shape[3:])
 
 
 def states_before(
-    log: Float[Array, "B K H"], left: Float[Array, "B K H P N"], context: Axes
+    log: Float[Array, "B K H"], left: Float[Array, "B K H P N"]
 ) -> Float[Array, "B K H P N"]:
-    """The state before each chunk. `log` and `left` are as in `context_exchange.entering`.
+    """The state before each chunk; it is zero before the first one. `left` is the state at the end
+    of a chunk that starts from zero. `log` is the logarithm of the chunk's total decay.
 
-    It is a sum of two states: the state if the shard starts from zero, and the state before the
-    shard, decayed up to each chunk.
+    This is a single matmul with the decays between chunks. K dependent steps would take longer to
+    launch. Each chunk's contribution to a state is rounded once, however far apart they are.
     """
-    states = scan_states(log, left)
-    if not context:
-        return states
-    since_start = jnp.cumsum(log, axis=1) - log
-    state = entering(*end_state(log, left), context)
-    return states + jnp.exp(since_start)[..., None, None] * state[:, None]
+    padded = jnp.pad(jnp.moveaxis(log, 1, 2), ((0, 0), (0, 0), (1, 0)))
+    decay = segment_decay(padded)[..., :-1, 1:].astype(left.dtype)
+    exact = jax.lax.Precision.HIGHEST
+    return jnp.einsum("BHLK,BKHPN->BLHPN", decay, left, precision=exact)
+
+
+def segment_decay(log: Float[Array, "*A Q"]) -> Float[Array, "*A Q Q"]:
+    """exp of the sum of `log` over the steps after r up to t, for each pair (t, r); 0 where t < r.
+
+    The difference of sums is masked before exp, because a ratio of exponentials would overflow.
+    """
+    total = jnp.cumsum(log, axis=-1)
+    steps = jnp.arange(log.shape[-1])
+    causal = steps[:, None] >= steps
+    return jnp.exp(jnp.where(causal, total[..., :, None] - total[..., None, :], -jnp.inf))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -12,13 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxbench.ops.ssd import xla
-from jaxbench.ops.ssd.context_exchange import entering
 from jaxbench.ops.ssd.pallas.conv import conv_silu
 from jaxbench.ops.ssd.pallas.gate import gate_norm
 from jaxbench.ops.ssd.pallas.scan import scan
 from jaxbench.ops.ssd.pallas.tiles import Tuning, tuning_of_mesh
-from jaxbench.ops.ssd.parts import Axes, Dims, Parameters
+from jaxbench.ops.ssd.parts import Dims, Parameters
 from jaxbench.recipe.mixers import MambaConfig
 
 __all__ = ["Tuning", "mixer", "refusal"]
@@ -30,7 +28,7 @@ shared memory (213 of 227 KiB)."""
 
 
 def refusal(mamba: MambaConfig, dtype: str, length: int) -> str | None:
-    """Why the kernels cannot compute mixers in a dtype, on `length` tokens of a sequence; None if
+    """Why the kernels cannot compute mixers in a dtype, over sequences of `length` tokens; None if
     they can."""
     for name in ("head_dim", "state"):
         size = getattr(mamba, name)
@@ -43,7 +41,7 @@ def refusal(mamba: MambaConfig, dtype: str, length: int) -> str | None:
     if dtype == "fp32":
         return "precision.dtype = fp32, which takes twice a program's shared memory"
     if length % (chunk := Tuning().chunk):
-        return f"{length} tokens per sequence and rank, not a multiple of {chunk}"
+        return f"{length} tokens per sequence, not a multiple of {chunk}"
     return None
 
 
@@ -51,10 +49,9 @@ def _power_of_two(size: int) -> bool:
     return size & (size - 1) == 0
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def mixer(
     dims: Dims,
-    context: Axes,
     projected: Float[Array, "B S G I"],
     parameters: Parameters,
     tuning: Tuning | None = None,
@@ -62,31 +59,26 @@ def mixer(
     """`ops.ssd.Implementation.mixer`. Its residuals are the inputs. The backward pass recomputes
     the rest, with a scan that also writes the states that its gradients need. Without `tuning` the
     sizes of the kernels are those for the mesh's GPUs."""
-    return _mixer(dims, context, tuning, projected, parameters)
+    return _mixer(dims, tuning, projected, parameters)
 
 
-def _forward(dims, context, projected, parameters, tuning):
-    return _mixer(dims, context, tuning, projected, parameters), (projected, parameters)
+def _forward(dims, projected, parameters, tuning):
+    return _mixer(dims, tuning, projected, parameters), (projected, parameters)
 
 
-def _backward(dims, context, tuning, inputs, cotangent):
-    return jax.vjp(partial(_mixer, dims, context, tuning), *inputs)[1](cotangent)
+def _backward(dims, tuning, inputs, cotangent):
+    return jax.vjp(partial(_mixer, dims, tuning), *inputs)[1](cotangent)
 
 
 mixer.defvjp(_forward, _backward)
 
 
-def _mixer(dims: Dims, context: Axes, tuning: Tuning | None, projected, parameters: Parameters):
+def _mixer(dims: Dims, tuning: Tuning | None, projected, parameters: Parameters):
     tuning = tuning or tuning_of_mesh()
-    if context:
-        one = partial(xla.conv_silu, dims, context)
-        u = jax.vmap(one, in_axes=(2, 0), out_axes=2)(projected, parameters)
-    else:
-        u = conv_silu(tuning, dims, projected, parameters.taps, parameters.bias)
+    u = conv_silu(tuning, dims, projected, parameters.taps, parameters.bias)
     with jax.named_scope("ssd.scan"):  # for profiles and plans
         dt, a = _times(dims, projected, parameters)
-        state = _entering(dims, context, u, dt, a) if context else None
-        y = scan(tuning, dims, u, dt, a, parameters.d.reshape(-1), state)
+        y = scan(tuning, dims, u, dt, a, parameters.d.reshape(-1))
     return gate_norm(tuning, dims, y, projected, parameters.gain)
 
 
@@ -96,17 +88,3 @@ def _times(dims: Dims, projected, parameters: Parameters):
     dt = jax.nn.softplus(raw + parameters.dt_bias)
     dt = jnp.moveaxis(dt.reshape(*dt.shape[:2], -1), 1, 2)
     return dt, -jnp.exp(parameters.a_log).reshape(-1)
-
-
-def _entering(dims: Dims, context: Axes, u, dt, a) -> Float[Array, "B A N P"]:
-    """The state before the first token of this shard. If a shard starts from zero, the state at its
-    end is a single matmul over its tokens."""
-    batch, length, groups, _ = u.shape
-    total = jnp.cumsum(dt * a[:, None], axis=-1)
-    weight = dt * jnp.exp(total[..., -1:] - total)
-    weight = jnp.moveaxis(weight.reshape(batch, groups, dims.heads, length), 3, 1)
-    x, b, _ = jnp.split(u, [dims.inner, dims.inner + dims.state], axis=-1)
-    x = x.reshape(batch, length, groups, dims.heads, dims.head_dim) * weight[..., None]
-    left = xla.product("BSGHP,BSGN->BGHPN", x.astype(u.dtype), b)
-    left = left.reshape(batch, -1, dims.head_dim, dims.state)
-    return jnp.swapaxes(entering(total[..., -1], left, context), 2, 3)

@@ -57,8 +57,8 @@ F32 = jnp.float32
 def backward(tuning: Tuning, dims: Dims, residuals, dy):
     """The gradients of the arguments of `scan.scan`. Three kernels write into one array, the
     gradient of u."""
-    u, dt, a, d, entering, before = residuals
-    reversed_ = reverse(tuning, dims, u, dt, a, entering, before, dy)
+    u, dt, a, d, before = residuals
+    reversed_ = reverse(tuning, dims, u, dt, a, before, dy)
     total, after = reversed_["total"], reversed_["after"]
     gradients = gradient_of_x(tuning, dims, u, dt, total, d, before, after, dy)
     shared = tuning, dims, u, dt, total, dy
@@ -69,13 +69,13 @@ def backward(tuning: Tuning, dims: Dims, residuals, dy):
     dlog = jax.lax.cumsum(chunks, axis=3, reverse=True).reshape(dt.shape)
     ddt, da = gradients["ddt"] + a[:, None] * dlog, jnp.sum(dt * dlog, axis=(0, 2))
     dd = jnp.sum(gradients["dd"], axis=(0, 2))
-    return to_b["gradient"], ddt, da, dd, reversed_.get("dentering")
+    return to_b["gradient"], ddt, da, dd
 
 
 @tunable(lambda tuning, *_: launches(tuning.reverse, *SMALLER))
-def reverse(tuning, dims, u, dt, a, entering, before, dy, *, sizes: Launch):
-    """Returns, by name: `after`, the gradients of the states after each chunk; `total`, which is T;
-    and `dentering`, the gradient of `entering`, if there is one."""
+def reverse(tuning, dims, u, dt, a, before, dy, *, sizes: Launch):
+    """Returns, by name: `after`, the gradients of the states after each chunk, and `total`, which
+    is T."""
     batch, length, groups, _ = u.shape
     heads = groups * dims.heads
     blocks = OfHead(dims, length, length // tuning.chunk)
@@ -87,8 +87,6 @@ def reverse(tuning, dims, u, dt, a, entering, before, dy, *, sizes: Launch):
         "total": Output(dt.shape, F32, blocks.times),
         "after": Output(before.shape, before.dtype, blocks.states),
     }
-    if entering is not None:
-        outputs["dentering"] = Output(entering.shape, F32, blocks.state)
     return call(
         partial(_reverse_kernel, blocks=blocks, size=tuning.chunk), "ssd_reverse", (batch, heads),
         inputs, outputs, sizes, interpret=tuning.interpret,
@@ -113,9 +111,7 @@ def _reverse_kernel(r, *, blocks: OfHead, size: int):
         return jnp.exp(last) * ds + product(r.u[rows, c_columns].T, weighted)
 
     start = jnp.zeros((dims.state, dims.head_dim), F32)
-    ds = jax.lax.fori_loop(0, blocks.chunks, step, start)
-    if hasattr(r, "dentering"):
-        r.dentering[...] = ds
+    jax.lax.fori_loop(0, blocks.chunks, step, start)
 
 
 @tunable(lambda tuning, *_: launches(tuning.x, *SMALLER))

@@ -36,23 +36,21 @@ def scan(
     dt: Float[Array, "B A S"],
     a: Float[Array, "A"],
     d: Float[Array, "A"],
-    entering: Float[Array, "B A N P"] | None,
 ) -> Float[Array, "B S G F"]:
-    """The features of all heads in the dtype of `u`. `entering` is the state before the first token
-    (None: zeros). All arguments except `u` are fp32."""
-    return forward(tuning, dims, False, u, dt, a, d, entering)["y"]
+    """The features of all heads in the dtype of `u`. All arguments except `u` are fp32."""
+    return forward(tuning, dims, False, u, dt, a, d)["y"]
 
 
-def _forward(tuning, dims, u, dt, a, d, entering):
-    outputs = forward(tuning, dims, True, u, dt, a, d, entering)
-    return outputs["y"], (u, dt, a, d, entering, outputs["before"])
+def _forward(tuning, dims, u, dt, a, d):
+    outputs = forward(tuning, dims, True, u, dt, a, d)
+    return outputs["y"], (u, dt, a, d, outputs["before"])
 
 
 scan.defvjp(_forward, gradients.backward)
 
 
 @tunable(lambda tuning, *_: launches(tuning.forward))
-def forward(tuning, dims, keep, u, dt, a, d, entering, *, sizes: Launch):
+def forward(tuning, dims, keep, u, dt, a, d, *, sizes: Launch):
     """Returns `y` by name, and `before`, the states before each chunk, if they are to be kept."""
     batch, length, groups, _ = u.shape
     heads, chunks = groups * dims.heads, length // tuning.chunk
@@ -61,8 +59,6 @@ def forward(tuning, dims, keep, u, dt, a, d, entering, *, sizes: Launch):
         "u": (u, blocks.group), "dt": (dt, blocks.times), "a": (a, blocks.scalar),
         "d": (d, blocks.scalar),
     }  # fmt: skip
-    if entering is not None:
-        inputs["entering"] = entering, blocks.state
     outputs = {"y": Output((batch, length, groups, dims.inner), u.dtype, blocks.features)}
     if keep:
         kept = (batch, heads, chunks, dims.state, dims.head_dim)
@@ -100,6 +96,4 @@ def _kernel(r, *, blocks: OfHead, tuning: Tuning):
         return jnp.exp(last) * state + product(b.T, left)
 
     start = jnp.zeros((dims.state, dims.head_dim), F32)
-    if hasattr(r, "entering"):
-        start = r.entering[...]
     jax.lax.fori_loop(0, blocks.chunks, through_chunk, start)

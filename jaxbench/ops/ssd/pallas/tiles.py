@@ -75,8 +75,7 @@ class OfHead:
         self.times = pl.BlockSpec((None, None, length), lambda i, h: (i, h, 0))
         # A number for each head: `A`.
         self.scalar = pl.BlockSpec((1,), lambda i, h: (h,))
-        # A state, and one for each chunk: `B A N P`, `B A K N P`.
-        self.state = pl.BlockSpec((None, None, *state), lambda i, h: (i, h, 0, 0))
+        # A state for each chunk: `B A K N P`.
         self.states = pl.BlockSpec((None, None, chunks, *state), lambda i, h: (i, h, 0, 0, 0))
 
     def channels(self) -> tuple[Columns, Columns, Columns]:
