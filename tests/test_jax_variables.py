@@ -19,33 +19,26 @@ def alone(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("name", "value"),
     [
-        ("JAX_ENABLE_X64", "1", "changes what JAX computes; .* default, False: unset it"),
-        ("JAX_NUMPY_DTYPE_PROMOTION", "strict", "changes what JAX computes; .* 'standard'"),
-        ("JAX_THREEFRY_PARTITIONABLE", "0", "changes what JAX computes; .* True"),
-        ("JAX_DEFAULT_MATMUL_PRECISION", "hi", 'JAX refuses it .*Invalid value "hi"'),
+        ("JAX_ENABLE_X64", "1"),
+        ("JAX_NUMPY_DTYPE_PROMOTION", "strict"),
+        ("JAX_THREEFRY_PARTITIONABLE", "0"),
     ],
 )
-def test_a_variable_that_changes_the_program_is_named(alone, monkeypatch, name, value, message):
+def test_a_variable_that_changes_the_program_is_named(alone, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
-    with pytest.raises(RecipeError, match=f"^{name}={value}:? {message}") as error:
+    with pytest.raises(RecipeError, match=f"^{name}={value} may change what JAX computes") as error:
         jax_variables.check_environment()
     assert "\n" not in str(error.value)
 
 
-def test_defaults_and_what_leaves_the_program_alone_are_kept(alone, monkeypatch):
-    monkeypatch.setattr(jax_variables, "_options", lambda *names: {"jax_enable_x64": False})
-    for name in ("JAX_ENABLE_X64", "JAX_COMPILATION_CACHE_DIR", "JAX_PLATFORMS", "JAX_NO_OPTION"):
+def test_what_leaves_the_program_alone_is_kept(alone, monkeypatch):
+    for name in (
+        "JAX_COMPILATION_CACHE_DIR", "JAX_PLATFORMS", "JAX_NO_OPTION",
+        "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID",
+    ):  # fmt: skip
         monkeypatch.setenv(name, "0")
-    jax_variables.check_environment()
-
-
-def test_variables_of_a_job_start_no_process(alone, monkeypatch):
-    """Each import of JAX takes seconds, in each process of a job."""
-    monkeypatch.setattr(jax_variables, "_options", lambda *names: pytest.fail(str(names)))
-    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
-        monkeypatch.setenv(name, "1")
     jax_variables.check_environment()
 
 
@@ -67,7 +60,8 @@ def test_only_options_that_leave_the_program_alone_are_harmless(kept, refused):
 def test_a_value_that_jax_cannot_import_with_is_one_line():
     status, out, err = commands.run(*commands.TINY, JAX_TRACEBACK_FILTERING="maybe")
     assert (status, out) == (2, "")
-    assert err.startswith("error: JAX_TRACEBACK_FILTERING=maybe: JAX refuses it (ValueError: ")
+    assert err.startswith("error: JAX refuses a variable: ")
+    assert "jax_traceback_filtering" in err.lower()
     assert len(err.splitlines()) == 1
 
 

@@ -1,11 +1,7 @@
 """Variables of JAX that would change what is computed, or that JAX cannot read."""
 
-import json
 import os
 import re
-import subprocess
-import sys
-from typing import Any
 
 from jaxbench.base.errors import RecipeError
 
@@ -18,60 +14,22 @@ HARMLESS = re.compile(r"""jax_(
     send_traceback_to_runtime | pprint_use_color | captured_constants\w+ | hlo_source\w+ |
     source_url_schema | mock_gpu_topology
 )""", re.X)  # fmt: skip
-"""Options of JAX that do not change what is computed. Every other one has to keep its default,
-since each release of JAX adds some."""
-
-OPTIONS = "import jax, json; print(json.dumps(jax.config.values, default=str))"
+"""Options of JAX that do not change what is computed. We refuse variables for all others, since each
+release of JAX adds some."""
 
 
 def check_environment() -> None:
-    """Imports JAX. Raises RecipeError for a variable that JAX refuses, and for one that changes an
+    """Imports JAX. Raises RecipeError for a variable that JAX refuses, and for one that sets an
     option that is not `HARMLESS`."""
-    ours = sorted(name for name in os.environ if name.startswith("JAX_"))
     try:
         import jax
-    except ValueError:
-        raise _refused(ours) from None
-    # A job's processes have variables that are no options; these must not cost a process each.
-    suspects = [
-        name
-        for name in ours
-        if name.lower() in jax.config.values and not HARMLESS.fullmatch(name.lower())
-    ]
-    if not suspects:
-        return
-    try:
-        values = _options(*suspects)
-    except ValueError:
-        raise _refused(suspects) from None
-    defaults = _options()
-    for name in suspects:
-        if values[name.lower()] != (default := defaults[name.lower()]):
+    except ValueError as error:
+        raise RecipeError(f"JAX refuses a variable: {error}; unset it") from error
+    for name in sorted(name for name in os.environ if name.startswith("JAX_")):
+        # A job's processes also have variables that are no options.
+        option = name.lower()
+        if option in jax.config.values and not HARMLESS.fullmatch(option):
             raise RecipeError(
-                f"{name}={os.environ[name]} changes what JAX computes; a benchmark needs JAX's "
-                f"default, {default!r}: unset it"
+                f"{name}={os.environ[name]} may change what JAX computes; a benchmark needs JAX's "
+                "default: unset it"
             )
-
-
-def _refused(names: list[str]) -> RecipeError:
-    """The error for the first of some variables with which JAX cannot be imported."""
-    for name in names:
-        try:
-            _options(name)
-        except ValueError as error:
-            return RecipeError(f"{name}={os.environ[name]}: JAX refuses it ({error}); unset it")
-    return RecipeError(f"JAX refuses {', '.join(names)} together; unset them")
-
-
-def _options(*kept: str) -> dict[str, Any]:
-    """JAX's options with no other variable than these. Raises ValueError with JAX's last line."""
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name in kept or not name.startswith("JAX_")
-    }
-    command = [sys.executable, "-c", OPTIONS]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ValueError(done.stderr.strip().splitlines()[-1])
-    return json.loads(done.stdout)
