@@ -15,7 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,32 +31,32 @@ OFTEN_S = 0.02
 below the variation of steps."""
 
 CHILD = """
-import sys; from pathlib import Path
+import sys
 from jaxbench.cluster.nvml import gpus; from jaxbench.cluster.telemetry import Sampler
-with Sampler(gpus(visible=False), Path(sys.argv[1]), print, float(sys.argv[2])): sys.stdin.read()
+with Sampler(gpus(visible=False), float(sys.argv[1])): sys.stdin.read()
 """
 
 
 @contextmanager
-def nobody(path):
+def nobody():
     """No telemetry."""
     yield
 
 
 @contextmanager
-def thread(path):
+def thread():
     """As in a run, but more often."""
     from jaxbench.cluster.nvml import gpus
     from jaxbench.cluster.telemetry import Sampler
 
-    with Sampler(gpus(visible=False), path, print, OFTEN_S):
+    with Sampler(gpus(visible=False), OFTEN_S):
         yield
 
 
 @contextmanager
-def process(path):
+def process():
     """The same in a process of its own, from when it has started."""
-    command = [sys.executable, "-c", CHILD, str(path), str(OFTEN_S)]
+    command = [sys.executable, "-c", CHILD, str(OFTEN_S)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE)
     time.sleep(2)
     yield
@@ -105,12 +104,11 @@ def inside(args):
     program, state = prepared(args.gpus)
     state, _ = steps(program, state, 5)
     medians = {nobody: [], thread: [], process: []}
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(args.rounds):
-            for kind, found in medians.items():
-                with kind(Path(folder, f"{number}-{kind.__name__}")):
-                    state, times = steps(program, state, args.seconds)
-                found.append(statistics.median(times))
+    for _ in range(args.rounds):
+        for kind, found in medians.items():
+            with kind():
+                state, times = steps(program, state, args.seconds)
+            found.append(statistics.median(times))
     print(f"{args.gpus} null GPUs, {1000 * statistics.median(medians[nobody]):.1f} ms per step")
     for kind in (thread, process):
         ratios = [a / b for a, b in zip(medians[kind], medians[nobody], strict=True)]

@@ -19,7 +19,7 @@ import jaxbench
 from jaxbench.base import files
 from jaxbench.base.errors import RecipeError
 from jaxbench.check import host_facts
-from jaxbench.cluster import job, telemetry
+from jaxbench.cluster import job
 from jaxbench.run import prepare
 from jaxbench.run.arguments import parse_arguments
 from jaxbench.run.cache import program_cache
@@ -81,16 +81,7 @@ def adds_a_line(path):
     lines.close()
 
 
-def adds_telemetry(path):
-    said = []
-    sampler = telemetry.Sampler([], path, said.append)
-    sampler._lines = ["line"]
-    sampler._write()
-    if said:
-        raise OSError(said[0])
-
-
-@pytest.mark.parametrize("write", [writes_whole, writes_json, adds_a_line, adds_telemetry])
+@pytest.mark.parametrize("write", [writes_whole, writes_json, adds_a_line])
 @pytest.mark.parametrize("name", ["{}", "{}.tmp", ".{}.tmp", "{stem}.tmp", ".{}.reserve"])
 def test_nothing_is_written_through_a_link(write, name, secret, shared):
     path = shared / "run.json"

@@ -159,9 +159,8 @@ def options(ctx: Context) -> dict[str, Any]:
 
 
 @contextmanager
-def sampled(ctx: Context, folder: Path) -> Iterator[Sampler | None]:
+def sampled(ctx: Context) -> Iterator[Sampler | None]:
     """Samples this GPU's clock and power; None where NVML reports none."""
-    folder.mkdir(parents=True, exist_ok=True)
     try:
         gpus = [] if ctx.rehearsal else nvml.gpus()
     except RecipeError:
@@ -169,7 +168,7 @@ def sampled(ctx: Context, folder: Path) -> Iterator[Sampler | None]:
     if not gpus:
         yield None
         return
-    with Sampler(gpus[:1], folder / "telemetry.csv.gz", print, SAMPLED_S) as sampler:
+    with Sampler(gpus[:1], SAMPLED_S) as sampler:
         yield sampler
 
 

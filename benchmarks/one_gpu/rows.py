@@ -103,7 +103,7 @@ def timed(ctx: Context, recipe: str, program: tuple[Any, float]) -> Finding:
     with jax.set_mesh(mesh.make_mesh(run.mesh_shape)):
         window = WARM + TIMED, run.steps
         pause = profiling.profile_window("jax", window, ctx.folder / label(recipe), executable)
-        with sampled(ctx, ctx.output / label(recipe)) as sampler:
+        with sampled(ctx) as sampler:
             steps = list(run_steps(run, executable, pauses=[pause]))
     seconds = [step["step_time_s"] for step in steps[WARM : WARM + TIMED]]
     step_s, peak = statistics.median(seconds), steps[-1]["peak_memory_bytes"]

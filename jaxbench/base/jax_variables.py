@@ -14,8 +14,8 @@ HARMLESS = re.compile(r"""jax_(
     send_traceback_to_runtime | pprint_use_color | captured_constants\w+ | hlo_source\w+ |
     source_url_schema | mock_gpu_topology
 )""", re.X)  # fmt: skip
-"""Options of JAX that do not change what is computed. We refuse variables for all others, since each
-release of JAX adds some."""
+"""Options of JAX that do not change what is computed. Variables for all others are refused, since
+each release of JAX adds some."""
 
 
 def check_environment() -> None:

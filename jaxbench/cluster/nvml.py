@@ -26,27 +26,21 @@ LINKS = 91
 
 
 class Sample(NamedTuple):
-    """The state of a GPU by NVML: MHz, W, Celsius, bits of the reasons for a lower clock, MiB in
-    use, percent of the time with a kernel. Then counts since the driver was loaded: MiB moved and
-    ECC errors. None for what NVML does not report."""
+    """The state of a GPU by NVML: MHz, W, Celsius, bits of the reasons for a lower clock, percent
+    of the time with a kernel, and ECC errors since the driver was loaded. None for what NVML does
+    not report."""
 
     sm_mhz: int | None = None
     power_w: int | None = None
     temperature_c: int | None = None
     reasons: int | None = None
-    memory_mib: int | None = None
     busy_pct: int | None = None
-    nvlink_sent_mib: int | None = None
-    nvlink_received_mib: int | None = None
-    pcie_sent_mib: int | None = None
-    pcie_received_mib: int | None = None
     ecc_corrected: int | None = None
     ecc_uncorrected: int | None = None
 
 
-SAMPLED = (138, 139, 197, 198, 3, 4)
-"""Fields of a sample: NVLink's in KiB, PCIe's in bytes, and the ECC errors that were corrected and
-those that were not."""
+ECC = (3, 4)
+"""The fields that have the ECC errors that were corrected and those that were not."""
 
 
 def reasons(bits: int) -> list[str]:
@@ -141,7 +135,7 @@ class Gpu:
     def errors(self) -> dict[str, int | None]:
         """Counts since the driver was loaded: errors of memory and links, remapped rows, and the
         milliseconds in which heat held the clock down."""
-        corrected, uncorrected, replays, count = self._fields(3, 4, 94, LINKS)
+        corrected, uncorrected, replays, count = self._fields(*ECC, 94, LINKS)
         hot, rows = self._ask("ViolationStatus", 1), self._ask("RemappedRows")
         # replays, recoveries, and transfers with a wrong checksum
         pairs = [(link, kind) for link in range(count or 0) for kind in range(3)]
@@ -157,18 +151,14 @@ class Gpu:
 
     def sample(self) -> Sample:
         """A sample, without the counters that take NVML 20 ms each."""
-        watts, memory = self._ask("PowerUsage"), self._ask("MemoryInfo")
-        busy = self._ask("UtilizationRates")
-        units = (2**10, 2**10, 2**20, 2**20, 1, 1)
-        counted = zip(self._fields(*SAMPLED), units, strict=True)
+        watts, busy = self._ask("PowerUsage"), self._ask("UtilizationRates")
         return Sample(
             self._ask("ClockInfo", 1),
             watts and round(watts / 1000),
             self._ask("Temperature", 0),
             self._ask("CurrentClocksEventReasons"),
-            memory and memory.used >> 20,
             busy and busy.gpu,
-            *(value if value is None else value // unit for value, unit in counted),
+            *self._fields(*ECC),
         )
 
     def reaches(self, other: "Gpu") -> bool | None:

@@ -1,22 +1,15 @@
 """Samples of a node's GPUs during training. A thread of one of the node's processes asks NVML once
-a second, writes a compact file, and sums up the samples. Needs no JAX."""
+a second and sums up the samples. Needs no JAX."""
 
-import gzip
-import os
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from jaxbench.base.files import open_unlinked
 from jaxbench.cluster.nvml import HELD, Gpu, Sample, reasons
 
 INTERVAL_S = 1.0
-
-TOGETHER = 60
-"""Samples of a GPU that are compressed together, and so the most that a killed process loses."""
 
 LOAD = 50
 """A GPU is under load if kernels ran for at least this percent of the time before a sample.
@@ -24,10 +17,6 @@ Training pauses for saves, and these samples do not count."""
 
 THROTTLES = 4 | HELD
 """Bits of the reasons that limit the clock: power, heat, and the power of the host."""
-
-COUNTED = Sample._fields.index("nvlink_sent_mib")
-"""The first field of a sample that counts since the driver was loaded. The file has the counts
-since the sample before."""
 
 
 class Totals:
@@ -41,10 +30,9 @@ class Totals:
         self._throttled: defaultdict[str, float] = defaultdict(float)
         self._hottest: int | None = None
 
-    def add(self, sample: Sample, seconds: float) -> list[int | None]:
-        """Adds a sample that stands for this many seconds. Returns what was counted since the last
-        one."""
-        self.first, last, self.last = self.first or sample, self.last or sample, sample
+    def add(self, sample: Sample, seconds: float) -> None:
+        """Adds a sample that stands for this many seconds."""
+        self.first, self.last = self.first or sample, sample
         if sample.busy_pct is None or sample.busy_pct >= LOAD:
             for name in ("sm_mhz", "power_w"):
                 if (value := getattr(sample, name)) is not None:
@@ -54,12 +42,11 @@ class Totals:
                 self._throttled[reason] += seconds
         if sample.temperature_c is not None:
             self._hottest = max(self._hottest or 0, sample.temperature_c)
-        return since(last, sample)
 
     def summary(self, max_mhz: int | None) -> dict[str, Any]:
         """The record's figures of this GPU, without what NVML does not report."""
         means = {name: self._sums[name] / count for name, count in self._counts.items()}
-        errors = since(self.first or Sample(), self.last or Sample())[-2:]
+        first, last = self.first or Sample(), self.last or Sample()
         mhz = means.get("sm_mhz")
         figures = {
             "sm_mhz": mhz,
@@ -68,33 +55,25 @@ class Totals:
             "power_w": means.get("power_w"),
             "max_temperature_c": self._hottest,
             "throttled_s": {reason: round(s, 1) for reason, s in self._throttled.items()},
-            "ecc_corrected": errors[0],
-            "ecc_uncorrected": errors[1],
+            "ecc_corrected": since(first.ecc_corrected, last.ecc_corrected),
+            "ecc_uncorrected": since(first.ecc_uncorrected, last.ecc_uncorrected),
         }
         return {name: value for name, value in figures.items() if value is not None}
 
 
-def since(before: Sample, now: Sample) -> list[int | None]:
-    """Counts between two samples; None for a counter that began again."""
-    pairs = zip(before[COUNTED:], now[COUNTED:], strict=True)
-    return [None if a is None or b is None or b < a else b - a for a, b in pairs]
+def since(before: int | None, now: int | None) -> int | None:
+    """What was counted between two samples; None for a counter that began again."""
+    return None if before is None or now is None or now < before else now - before
 
 
 class Sampler:
-    """A context in which GPUs are sampled every `interval` seconds, into a CSV file in gzip. Each
-    part of the file can be read alone. If the file cannot be written, the sampler gives it up and
-    says so with `say`. Afterwards `summaries` has the figures of each GPU; `gpu` is its number in
-    NVML."""
+    """A context in which GPUs are sampled every `interval` seconds. Afterwards `summaries` has the
+    figures of each GPU; `gpu` is its number in NVML."""
 
-    def __init__(
-        self, gpus: Sequence[Gpu], path: Path, say: Callable[[str], None],
-        interval: float = INTERVAL_S,
-    ):  # fmt: skip
-        self._gpus, self._path, self._say, self._interval = gpus, path, say, interval
+    def __init__(self, gpus: Sequence[Gpu], interval: float = INTERVAL_S):
+        self._gpus, self._interval = gpus, interval
         self.summaries: list[dict[str, Any]] = []
         self._totals = {gpu.index: Totals() for gpu in gpus}
-        self._lines = [] if path.exists() else [",".join(("time", "gpu", *Sample._fields))]
-        self._writes = True
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -105,7 +84,6 @@ class Sampler:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(5 * self._interval)  # if a GPU is lost, NVML may never answer
-        self._write()
         self.summaries = [
             {"gpu": gpu.index, **self._totals[gpu.index].summary(gpu.sm_max_mhz)}
             for gpu in self._gpus
@@ -114,26 +92,10 @@ class Sampler:
     def _run(self) -> None:
         due = time.monotonic()
         while not self._stop.wait(due - time.monotonic()):
-            self.take(time.time())
+            self.take()
             due = max(due + self._interval, time.monotonic())
 
-    def take(self, now: float) -> None:
-        """Samples all GPUs. `now` is in seconds since 1970."""
+    def take(self) -> None:
+        """Samples all GPUs."""
         for gpu in self._gpus:
-            sample = gpu.sample()
-            counted = self._totals[gpu.index].add(sample, self._interval)
-            values = (round(now), gpu.index, *sample[:COUNTED], *counted)
-            self._lines.append(",".join("" if value is None else str(value) for value in values))
-        if len(self._lines) >= TOGETHER * len(self._gpus):
-            self._write()
-
-    def _write(self) -> None:
-        lines, self._lines = self._lines, []
-        if not lines or not self._writes:
-            return
-        try:
-            with open(open_unlinked(self._path, os.O_APPEND), "ab") as file:
-                file.write(gzip.compress("".join(f"{line}\n" for line in lines).encode()))
-        except OSError as error:
-            self._writes = False
-            self._say(f"telemetry: {self._path} cannot be written: {error.strerror}")
+            self._totals[gpu.index].add(gpu.sample(), self._interval)

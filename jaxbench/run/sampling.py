@@ -2,7 +2,6 @@
 process."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jaxbench.cluster import job, nvml
 from jaxbench.cluster.telemetry import Sampler
 
 
-def sampler(folder: Path, say: Callable[[str], None]) -> Sampler | None:
+def sampler(say: Callable[[str], None]) -> Sampler | None:
     """A sampler of this node's GPUs, in one of the node's processes. None in the others, and
     without GPUs or NVML; without NVML it says so."""
     if jax.default_backend() != "gpu":
@@ -25,10 +24,8 @@ def sampler(folder: Path, say: Callable[[str], None]) -> Sampler | None:
         return None
     if not job.one_of_node("telemetry"):
         return None
-    path = folder / "telemetry" / f"{job.node()}.csv.gz"
-    path.parent.mkdir(exist_ok=True)
-    say(f"telemetry: {path}, every second from {len(every)} GPUs of this node")
-    return Sampler(every, path, say)
+    say(f"telemetry: every second from {len(every)} GPUs of this node")
+    return Sampler(every)
 
 
 def numbers() -> list[int]:

@@ -170,7 +170,7 @@ class Attempt:
         self._enter("training", f"steps {self.session.start} to {self.run.steps - 1}")
         times: list[tuple[float, float]] = []
         recompiled = compilations()
-        sampler = sampling.sampler(self.session.folder, self.recorder.say)
+        sampler = sampling.sampler(self.recorder.say)
         with contextlib.ExitStack() as sampled:
             for step in run_steps(self.run, self.program, self._stop, state, pauses):
                 self.watchdog.completed = step["step"]

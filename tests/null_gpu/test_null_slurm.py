@@ -1,7 +1,5 @@
 """Jobs of Slurm on null GPUs: two nodes with a process each, and a GPU that fails in one."""
 
-import csv
-import gzip
 import json
 import re
 import subprocess
@@ -121,9 +119,6 @@ def test_a_slow_gpu_names_its_rank_and_node(cluster, tmp_path):
     assert "SM clock under load" in page.read_text()
     figures = record["summary"]
     assert figures["joules_per_token"] == pytest.approx(1200 / figures["tokens_per_s"])
-    for node in ("n0", "n1"):
-        with gzip.open(job.folder / "telemetry" / f"{node}.csv.gz", "rt") as file:
-            assert next(csv.DictReader(file))["power_w"] == "600"
 
 
 @pytest.mark.nightly

@@ -8,10 +8,8 @@
 using namespace null_gpu;
 
 enum { SUCCESS = 0, NOT_SUPPORTED = 3, GPU_IS_LOST = 15 };
-// NVML_FI_DEV_ECC_SBE_VOL_TOTAL, NVML_FI_DEV_ECC_DBE_VOL_TOTAL, NVML_FI_DEV_PCIE_COUNT_TX_BYTES and _RX
-static const unsigned CORRECTED = 3, UNCORRECTED = 4, PCIE_SENT = 197, PCIE_RECEIVED = 198;
-// NVML_FI_DEV_NVLINK_LINK_COUNT, NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX (in KiB) and _RX
-static const unsigned NVLINK_COUNT = 91, NVLINK_SENT = 138, NVLINK_RECEIVED = 139;
+// NVML_FI_DEV_ECC_SBE_VOL_TOTAL, NVML_FI_DEV_ECC_DBE_VOL_TOTAL and NVML_FI_DEV_NVLINK_LINK_COUNT
+static const unsigned CORRECTED = 3, UNCORRECTED = 4, NVLINK_COUNT = 91;
 
 struct FieldValue {  // nvmlFieldValue_t
   unsigned id, scope;
@@ -161,12 +159,8 @@ int nvmlDeviceGetFieldValues(void *device, int n, FieldValue *fields) {
     field->status = SUCCESS;
     field->value = 1;
     if (field->id == NVLINK_COUNT) field->value = model_of(index_of(device)).nvlinks;
-    if (field->id == NVLINK_SENT) field->value = told(device, "nvlink_sent", 0) * elapsed() / 1024;
     if (field->id == CORRECTED) field->value = told(device, "ecc_corrected", 0);
     if (field->id == UNCORRECTED) field->value = told(device, "ecc_uncorrected", 0);
-    if (field->id == PCIE_SENT) field->value = told(device, "pcie_sent", 0) * elapsed();
-    if (field->id == PCIE_RECEIVED) field->value = told(device, "pcie_received", 0) * elapsed();
-    if (field->id == NVLINK_RECEIVED) field->value = told(device, "nvlink_received", 0) * elapsed() / 1024;
   }
   return SUCCESS;
 }
