@@ -19,9 +19,6 @@ from jaxbench.run import sampling, summary
 SCHEMA = 1
 """Version of run.json; it grows when a field changes its meaning or is removed."""
 
-SLOW_STEPS = 5
-"""We check after this many steps whether the host writes records too slowly."""
-
 REWRITE_S = 60.0
 """Seconds after which we write run.json again during training."""
 
@@ -73,7 +70,6 @@ class Recorder:
         self.steps: list[dict[str, Any]] = []
         self._log_error: OSError | None = None
         self._jsonl: Lines | None = None
-        self._slow: list[str] = []
         # A signal before the first step calls `finish` from another thread.
         self._writing = threading.Lock()
         if folder is None:
@@ -159,10 +155,6 @@ class Recorder:
         print(summary.short_line(run, line), flush=True)
         if self._log_error is not None:
             raise self._unwritable(self._log_error)
-        if not self._slow and len(self.steps) % SLOW_STEPS == 0:
-            self._slow = summary.slow_records(self.steps[-SLOW_STEPS:])
-            for text in self._slow:
-                self.say(f"warning: {text}")
         if time.monotonic() - self._written_at > REWRITE_S:
             self.add()
 

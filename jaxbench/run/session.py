@@ -29,7 +29,6 @@ from jaxbench.run import plausible, profiling, repeatable, sampling, tune
 from jaxbench.run.arguments import KEEP, Options
 from jaxbench.run.cache import autotuning_identity, autotuning_notice, cache_identity, program_cache
 from jaxbench.run.host_memory import check_host_memory
-from jaxbench.run.ranks import gather_ranks, slow_devices
 from jaxbench.run.records import Recorder
 from jaxbench.run.start_record import new_record, start_fields
 from jaxbench.run.step_errors import WatchedProgram
@@ -187,10 +186,8 @@ class Attempt:
             saver.wait()
             self.recorder.add(checkpoints=saver.saved)
         summaries = sampler.summaries if sampler else []
-        ranks = gather_ranks(times, not self.signals.agreed, summaries)
+        ranks = sampling.gather_ranks(times, not self.signals.agreed, summaries)
         self.recorder.add(ranks=ranks)
-        for line in (*slow_devices(ranks), *sampling.warnings(ranks)):
-            self.recorder.say(line)
         if self.session.options.nccl_trace and not self.signals.agreed:
             profiling.check_nccl_trace(self.session.folder, self.recorder.say)
         self._check(job.broadcast("rate", lambda: plausible.rate_problem(self.recorder.summary())))

@@ -1,10 +1,9 @@
-"""Telemetry of made GPUs: the summary, and what is named."""
+"""Telemetry of made GPUs: the summary, and the power of a run."""
 
 import pytest
 
 from jaxbench.cluster.nvml import Gpu, Sample
 from jaxbench.cluster.telemetry import Sampler
-from jaxbench.run import ranks as processes
 from jaxbench.run import sampling
 
 
@@ -57,37 +56,7 @@ def test_what_the_driver_does_not_tell_is_left_out():
     assert sampled(0, Sample(), Sample()) == {"gpu": 0, "sm_max_mhz": 1980, "throttled_s": {}}
 
 
-def test_a_slow_clock_and_errors_are_named():
-    def gpu(n, mhz):
-        return {
-            "gpu": n,
-            "sm_mhz": mhz,
-            "throttled_s": {"power cap": 9.0},
-            "ecc_uncorrected": n // 7,
-        }
-
-    ranks = [
-        {
-            "rank": r,
-            "host": f"n{r // 8}",
-            "gpus": [gpu(r % 8, 1500 + 5 * (r % 3) - 225 * (r == 11))],
-        }
-        for r in range(16)
-    ]
-    assert sampling.warnings(ranks) == [
-        "ECC: GPU 7 of n0 (rank 7): 1 errors were not corrected",
-        "slow clock: GPU 3 of n1 (rank 11): 1285 MHz under load, 15 % below the median of 16 "
-        "(power cap 9 s)",
-        "ECC: GPU 7 of n1 (rank 15): 1 errors were not corrected",
-    ]
-    assert sampling.watts(ranks, 16) is None
-
-
-def test_slow_products_are_named():
-    times = [[1.0, 1.01], [0.99, 1.2]]
-    ranks = [{"rank": r, "host": f"n{r}", "products_s": times[r]} for r in (0, 1)]
-    assert processes.slow_devices(ranks) == [
-        "slow GPU: rank 1 on n1, its device 1: 1.19 times the median of 4 GPUs' times for the same "
-        "matmuls"
-    ]
-    assert processes.slow_devices([{"rank": 0, "host": "n0"}]) == []
+def test_the_power_of_a_run_is_that_of_all_its_gpus():
+    ranks = [{"rank": r, "host": "n0", "gpus": [{"gpu": r, "power_w": 600.0}]} for r in range(2)]
+    assert sampling.watts(ranks, 2) == 1200.0
+    assert sampling.watts([*ranks, {"rank": 2, "host": "n0"}], 3) is None
