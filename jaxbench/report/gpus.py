@@ -119,12 +119,16 @@ def heat_maps(every: Sequence[Gpu]) -> tuple[list[dict[str, Any]], list[str]]:
     quantity without one. A quantity that fewer than two GPUs have has neither."""
     clocks = {gpu: 1 / gpu.clock for gpu in every if gpu.clock}
     powers = {gpu: 1 / gpu.power_w for gpu in every if gpu.power_w}
+    matmuls = {gpu: gpu.products_s for gpu in every if gpu.products_s}
+    fastest = min(matmuls.values(), default=0.0)
     late = least_wait(every)
     pictures, sentences = [], []
     for title, unit, values, bad in (
         ("SM clock under load", "% of the highest", {g: _percent(g.clock) for g in every},
          {*outliers(clocks, GPU_SPREAD)}),
         ("power under load", "W", {g: g.power_w for g in every}, {*outliers(powers, GPU_SPREAD)}),
+        ("speed of matmuls alone", "% of the fastest",
+         {g: _percent(fastest / s) for g, s in matmuls.items()}, {*outliers(matmuls, GPU_SPREAD)}),
         ("wait for the device", "% of the step", {g: _percent(g.wait) for g in every},
          {g for g in every if late and late[1] and g.rank == late[0].rank}),
     ):  # fmt: skip

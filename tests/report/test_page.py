@@ -288,6 +288,18 @@ def test_a_straggler_is_named(tmp_path):
     assert f"rank 17 on node-slow, GPU 0: {share:.1f}; the others: " in text
 
 
+def test_a_gpu_that_is_slow_alone_is_named(tmp_path):
+    """Without telemetry its own matmuls show it."""
+    folder = write_record(tmp_path / "runs", "run", times(7.0), ranks=32)
+    record = json.loads((folder / "run.json").read_text())
+    for rank in record["ranks"]:
+        rank["products_s"] = [0.0125 if rank["rank"] == 9 else 0.0100]
+    (folder / "run.json").write_text(json.dumps(record))
+    text = page(tmp_path / "runs")[1]
+    host = record["ranks"][9]["host"]
+    assert f"rank 9 on {host}, GPU 0: 80.0; the others: 100.0 to 100.0" in text
+
+
 PARTS = {"products": 5.0, "cold_starts": 1.5, "odd": "x"}
 PLAN = {"gpus": 64, "target": "h100", "forecast": {"step_s": 6.5, "parts_s": PARTS},
         "bytes_per_device": {"peak": 5e10}}  # fmt: skip
