@@ -17,6 +17,7 @@ import argparse
 import csv
 import io
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -168,10 +169,16 @@ def document() -> str:
         chosen[line["recipe"], line["GPU"], line["GPUs"]] = line
     every = rows()
     known = [found for found in every if found.key in lines]
-    failed = sum(lines[found.key]["failed"] != "" for found in known)
+    planned_there = [found for found in known if not lines[found.key]["failed"]]
+    there, ours = (
+        [float(of[found.key]["forecast s"]) / found.row.step_time_s for found in planned_there]
+        for of in (lines, chosen)
+    )
     return "\n".join([
-        f"{len(known) - failed} of {len(every)} rows that name a mesh are planned on it so far; "
-        f"{failed} of those that were tried have no forecast there.", "",
+        f"{len(planned_there)} of {len(every)} rows that name a mesh are planned on it so far. "
+        f"{len(known) - len(planned_there)} rows cannot run there, and the table says why. "
+        f"Over the published step, forecasts there are {spread(there)}; those of the same rows on "
+        f"our meshes are {spread(ours)}.", "",
         *table(
             ["recipe", "GPU", "GPUs", "published layout", "published s", "forecast there s",
              "90 % interval", "over published", "forecast on our mesh s", "over published",
@@ -179,6 +186,12 @@ def document() -> str:
             (shown(found, lines[found.key], chosen[found.key]) for found in known),
         ),
     ])  # fmt: skip
+
+
+def spread(ratios: list[float]) -> str:
+    """The median and the extremes of some ratios."""
+    middle = statistics.median(ratios)
+    return f"{middle:.2f} at the median ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def shown(found: Published, line: dict[str, str], chosen: dict[str, str]) -> Iterator[str]:
