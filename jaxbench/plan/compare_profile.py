@@ -87,23 +87,20 @@ def read_profile(folder: Path) -> Profile:
     return Profile(folder, dict(launches))
 
 
-def unrolled(slices: Sequence[Slice | Repeated], start_s: float = 0.0) -> Iterator[Slice]:
-    """Every slice of every iteration, with times from the start of the step."""
-    for entry in slices:
-        if isinstance(entry, Slice):
-            yield replace(entry, start_s=start_s + entry.start_s)
-        else:
-            for n in range(entry.times):
-                yield from unrolled(entry.slices, start_s + entry.start_s + n * entry.seconds)
-
-
 def planned(schedule: Schedule) -> dict[str, Planned]:
     """The expected seconds and launches per step of each instruction."""
     found: dict[str, Planned] = {}
-    for entry in unrolled(schedule.slices):
-        line = found.setdefault(entry.name, Planned(entry.cause, entry.stream))
-        line.seconds += entry.seconds
-        line.runs += entry.launches
+
+    def add(slices: Sequence[Slice | Repeated], runs: int) -> None:
+        for entry in slices:
+            if isinstance(entry, Repeated):
+                add(entry.slices, runs * entry.times)
+                continue
+            line = found.setdefault(entry.name, Planned(entry.cause, entry.stream))
+            line.seconds += runs * entry.seconds
+            line.runs += runs * entry.launches
+
+    add(schedule.slices, 1)
     return found
 
 

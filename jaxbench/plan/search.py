@@ -10,6 +10,7 @@ compiled plans.
 import math
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, permutations
 from pathlib import Path
 from textwrap import shorten
@@ -111,13 +112,10 @@ class Search:
             return self._to_fit()
         return self._next_to(best, CAUTION) or self._next_to(best, 1.0)
 
-    def _next_to(self, best: Run, caution: float) -> list[Run]:
-        """The same, next to a candidate that fits. Estimates for new layouts may reach this share
-        of the memory limit."""
-
-        def fastest(run: Run) -> tuple[Run, float] | None:
-            return self._fastest(run, caution)
-
+    def _next_to(self, best: Run, share: float) -> list[Run]:
+        """What is worth compiling next to the best candidate, the most promising first. The
+        estimate for a new layout may reach this share of the memory limit."""
+        fastest = partial(self._fastest, share=share)
         best_s = self.tried[best].seconds
         near = [run for run in self.layouts if candidates.distance(run, best) == 1]
         single = [_with_options_of(run, best) for run in near]
@@ -153,10 +151,11 @@ class Search:
                 break
         return result
 
-    def _fastest(self, run: Run, caution: float = CAUTION) -> tuple[Run, float] | None:
+    def _fastest(self, run: Run, share: float = CAUTION) -> tuple[Run, float] | None:
         """The layout and options of a run with the policy that we expect to be fastest among those
-        that we expect to fit, and its step in seconds. None if that was tried already, or if this
-        layout did not compile."""
+        that we expect to fit, and its step in seconds. The estimate for a new layout may reach this
+        share of the memory limit. None if that was tried already, or if this layout did not
+        compile."""
         same = self._same(run)
         compiled = [other for other in same if self.tried[other].peak < math.inf]
         if same and not compiled:
@@ -164,7 +163,7 @@ class Search:
         best = self.best()
         near = compiled or [best or min(self.tried, key=lambda other: self.tried[other].peak)]
         peaks = [(estimated_peak(other), self.tried[other].peak) for other in near]
-        room = self.limit * (1 if compiled else caution)
+        room = self.limit * (1 if compiled else share)
         every = candidates.policies(run, self.remat, self.offload)
         if best and run.parallelism.pipeline == 1:
             every = [candidates.policy_of(best), *every]

@@ -100,13 +100,12 @@ def mosaic(i: Instruction, scope: Scope) -> Work | None:
     name = i.attribute(TOKAMAX)
     if name is None:
         return None
-    if name != "ragged_dot":
-        dtype, (k, rows) = scope[i.operands[-2]].arrays[0]
-        groups, _, n = i.arrays[0][1]
+    if name == "ragged_dot":
+        kind, (dtype, (rows, k)) = "grouped", scope[i.operands[0]].arrays[0]
+        _, (groups, _, n) = scope[i.operands[1]].arrays[0]
     else:
-        dtype, (rows, k) = scope[i.operands[0]].arrays[0]
-        groups, _, n = scope[i.operands[1]].arrays[0][1]
-    kind = "grouped" if name == "ragged_dot" else "grouped_weights"
+        kind, (dtype, (k, rows)) = "grouped_weights", scope[i.operands[-2]].arrays[0]
+        _, (groups, _, n) = i.arrays[0]
     return Work(kind, dtype, 2 * rows * n * k, (groups, -(-rows // groups), n, k))
 
 

@@ -1,6 +1,7 @@
 """A profile next to the forecast: a made one of exactly the expected step, and a slower one."""
 
 import json
+from dataclasses import replace
 
 import jax
 import pytest
@@ -13,6 +14,7 @@ from jaxbench.forecast.tables import load
 from jaxbench.plan import command, compare_profile
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.schedule import Walk
+from jaxbench.xla.timeline import Slice
 
 SPACE = """
 planes {{
@@ -24,6 +26,16 @@ EVENT = """events {{ metadata_id: 1 offset_ps: {start} duration_ps: {length}
 stats {{ metadata_id: 1 str_value: "{name}" }} }}"""
 
 
+def unrolled(slices, start_s=0.0):
+    """Every slice of every iteration, with times from the start of the step."""
+    for entry in slices:
+        if isinstance(entry, Slice):
+            yield replace(entry, start_s=start_s + entry.start_s)
+        else:
+            for n in range(entry.times):
+                yield from unrolled(entry.slices, start_s + entry.start_s + n * entry.seconds)
+
+
 def made(folder, steps=2, slower=None, gap_s=0.0):
     """Writes a profile in which a step is as forecast; a kernel may take longer, and before each
     step there may be nothing. Returns the forecast step."""
@@ -33,7 +45,7 @@ def made(folder, steps=2, slower=None, gap_s=0.0):
     longer, (slow, extra) = 0.0, slower or ("", 0.0)
     for step in range(steps):
         longer += gap_s
-        for each in compare_profile.unrolled(schedule.slices):
+        for each in unrolled(schedule.slices):
             seconds = each.seconds + (extra if each.name == slow else 0.0)
             start = step * schedule.step_s + longer + each.start_s
             events = lines.setdefault(each.stream, [])
