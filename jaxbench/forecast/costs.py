@@ -43,13 +43,12 @@ class Conditions:
     """Effects that tables of single kernels do not have.
 
     A forecast has the values here. `slowdown` is the factor on the time of a kernel that overlaps
-    with a collective: kernels were 18.9 % slower on average than the same kernels of the same step
-    without it, on H100 and other GPUs (arXiv 2507.03114). `sustained` says that clocks are under
-    the power limit; otherwise they are as high as in bursts. `spread` is the standard deviation of
-    the GPUs' speed.
+    with a collective: the median of what was measured on H100s (`docs/design/forecast.md`, *Kernels
+    next to collectives*). `sustained` says that clocks are under the power limit; otherwise they
+    are as high as in bursts. `spread` is the standard deviation of the GPUs' speed.
     """
 
-    slowdown: float = 1.189
+    slowdown: float = 1.5
     sustained: bool = True
     spread: float = 0.0
 
