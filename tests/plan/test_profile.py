@@ -90,12 +90,14 @@ def test_a_step_as_forecast_differs_nowhere(tmp_path):
 
 def test_what_takes_longer_is_named(tmp_path):
     """One matmul of three in a loop, and nothing runs for a while before each step."""
-    made(tmp_path, slower=("inner", 1e-3), gap_s=2e-3)
+    schedule = made(tmp_path, slower=("inner", 1e-3), gap_s=2e-3)
     found = compared(tmp_path)
+    (waited_s,) = (t.exposed_s for t in schedule.transfers if len(t.collective.devices) == 64)
     parts = {part.name: part.measured_s - part.forecast_s for part in found.kernels}
     assert parts["matmuls"] == pytest.approx(3e-3, abs=1e-6)
-    # Not before the first step; but also where the kernels had waited for the network's collective.
-    assert parts[compare_profile.GAPS] == pytest.approx(1e-3 + 3e-3, abs=1e-6)
+    # Not before the first step; but also where the kernels had waited for the network's collective,
+    # which ends before the slower kernels do.
+    assert parts[compare_profile.GAPS] == pytest.approx(1e-3 + min(waited_s, 3e-3), abs=1e-6)
     first = found.largest[0]
     assert (first.name, first.runs, first.sizes) == ("inner", 3, "matmul bf16 1x8192x8192x8192")
     assert first.measured_s - first.forecast_s == pytest.approx(3e-3, abs=1e-6)
