@@ -16,6 +16,37 @@ from jaxbench.xla import hlo
 from jaxbench.xla.custom_calls import RULES
 from jaxbench.xla.schedule import Walk
 
+START = """\
+  %start = ((bf16[4096,8192]{1,0}), bf16[32768,8192]{1,0}) all-gather-start(%shard), \
+replica_groups=[1,8]<=[8], dimensions={0}
+"""
+DOT = """\
+  %dot = bf16[8192,8192]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+"""
+PAIR = """\
+HloModule pair, is_scheduled=true, num_partitions=8
+
+ENTRY %main (x: bf16[8192,8192], shard: bf16[4096,8192]) -> bf16[32768,8192] {{
+  %x = bf16[8192,8192]{{1,0}} parameter(0)
+  %shard = bf16[4096,8192]{{1,0}} parameter(1)
+{}{}\
+  ROOT %done = bf16[32768,8192]{{1,0}} all-gather-done(%start)
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "measured_ms"),
+    [(DOT, START, 2.96), (START, DOT, 2.02)],
+    ids=["one after the other", "both at once"],
+)
+def test_a_matmul_next_to_a_gather_takes_what_eight_h100s_took(first, second, measured_ms):
+    """pytorch/pytorch pull request 172714: a matmul of 8192 in 16 bits, and an all-gather of 64 MiB
+    from each of 8 H100s. Published to three digits; both tables are of other clusters."""
+    walk = Walk(hlo.Program.parse(PAIR.format(first, second)))
+    found = forecast(walk, H100, tables.load("h100"), lambda c: "fsdp")
+    assert 1e3 * found.step_s == pytest.approx(measured_ms, rel=0.03)
+
 
 def test_parts_add_up_and_what_lies_outside_the_tables_is_said():
     program = hlo.Program.parse(PROGRAM)
