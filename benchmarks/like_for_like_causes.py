@@ -55,7 +55,7 @@ CHANGES: dict[str, Callable[[Measured], Measured]] = {
     "bf16 and FP8 matmuls sustain 5 % less (as one H100)": sustaining(0.95),
     "no power limit: matmuls as in bursts": under(sustained=False),
     "collectives slow nothing down": under(slowdown=1.0),
-    # From above: until 2026-11-28, the least and the most that was measured on H100s.
+    # The factor until 2026-11-28, and the least and the most that was measured on H100s.
     "kernels next to collectives take 1.19 times as long": under(slowdown=1.189),
     "kernels next to collectives take 1.35 times as long": under(slowdown=1.35),
     "kernels next to collectives take 1.7 times as long": under(slowdown=1.7),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from compiled import needs_compiler
-from made_plans import PROGRAM
+from made_plans import DOT, PROGRAM
 
 from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.forecast import tables
@@ -19,9 +19,6 @@ from jaxbench.xla.schedule import Walk
 START = """\
   %start = ((bf16[4096,8192]{1,0}), bf16[32768,8192]{1,0}) all-gather-start(%shard), \
 replica_groups=[1,8]<=[8], dimensions={0}
-"""
-DOT = """\
-  %dot = bf16[8192,8192]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 """
 PAIR = """\
 HloModule pair, is_scheduled=true, num_partitions=8
