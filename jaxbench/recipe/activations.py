@@ -66,7 +66,8 @@ def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
                 inner, shared = mixer.latent or cfg.embed, mixer.shared_ffn or 0
                 add("dispatched", slots * inner, 0)
                 width = slots * mixer.ffn + shared
-                tokens = mixer.top_k if mixer.grouped else slots
+                shared_slots = mixer.dropless and mixer.slots == "shared"
+                tokens = mixer.top_k if shared_slots else slots
                 product_flops = 2 * inner * tokens * mixer.ffn
                 if mixer.latent:
                     add("latent", inner, product_flops)

@@ -288,9 +288,9 @@ class ExpertsConfig:
     `expert` x `tensor` drops none"""
     slots: Literal["shared", "own"] = "shared"
     """without a `capacity_factor`: whether the experts of a rank share its slots. With `own` each
-    expert has `rank_capacity_factor` times its fair share of slots, and one batched matmul,
-    padding included, takes the place of grouped ones. A factor of `count` / `top_k` then drops
-    none"""
+    expert has `rank_capacity_factor` times its fair share of slots where tokens arrive, and one
+    batched matmul, padding included, takes the place of grouped ones. A factor of `count` / `top_k`
+    then drops none"""
     routing: Literal["learned", "random", "skewed"] = "learned"
     """`random` replaces the logits by standard normal numbers (what Megatron calls forced load
     balancing). It takes the router's choice out of a benchmark. `skewed` draws experts whose
@@ -341,17 +341,16 @@ class ExpertsConfig:
         return 2 if self.activation == "relu2" else 3
 
     @property
-    def grouped(self) -> bool:
-        """True if the experts of a rank share its slots, so that their matmuls are grouped."""
-        return self.capacity_factor is None and self.slots == "shared"
+    def dropless(self) -> bool:
+        """True without a capacity."""
+        return self.capacity_factor is None
 
     def capacity(self, tokens: int) -> int:
-        """Slots of one expert for so many tokens of a device, without shared slots. With a
-        `capacity_factor` they are for every `capacity_tokens`."""
+        """Slots of one expert for so many tokens. Without a `capacity_factor` they are whole blocks
+        of `SLOTS`. With one they are for every `capacity_tokens` of a device."""
         share = self.top_k * tokens / self.count
         if self.capacity_factor is None:
-            blocks = math.ceil(share * self.rank_capacity_factor / SLOTS)
-            return min(blocks * SLOTS, tokens)
+            return math.ceil(min(share * self.rank_capacity_factor, tokens) / SLOTS) * SLOTS
         return min(math.ceil(share * self.capacity_factor), tokens)
 
 

@@ -171,12 +171,7 @@ class ModelConfig:
     @property
     def dropless(self) -> bool:
         """True for experts without a capacity."""
-        return self.experts is not None and self.experts.capacity_factor is None
-
-    @property
-    def grouped(self) -> bool:
-        """True for experts whose matmuls are grouped."""
-        return self.experts is not None and self.experts.grouped
+        return self.experts is not None and self.experts.dropless
 
     def __post_init__(self) -> None:
         positive(

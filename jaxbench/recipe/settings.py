@@ -210,9 +210,10 @@ class Execution:
     ssd: Literal["auto", "pallas", "xla"] = "auto"
     """the part of Mamba-2 between its projections (docs/design/scan.md); `auto` is Pallas kernels
     on GPUs where they can compute the model's mixers"""
-    grouped_matmul: Literal["auto", "pallas", "xla"] = "auto"
+    grouped_matmul: Literal["auto", "pallas", "xla", "batched"] = "auto"
     """grouped matmuls of dropless experts: `xla` copies an expert's weights for each block of 128
-    tokens; `auto` is Pallas kernels on GPUs where they can multiply"""
+    tokens; `batched` is one batched matmul, for `model.experts.slots` = `own`; `auto` is Pallas
+    kernels on GPUs where they can multiply"""
     expert_parts: int = 1
     """parts of a microbatch that the experts of a layer compute one after the other. The exchanges
     of one part are then hidden behind the matmuls of another. Each part has its own slots of

@@ -41,7 +41,7 @@ def describe_kernels(run: Run) -> dict[str, str]:
     by = {"attention": chosen.attention}
     if run.model.each(MambaConfig):
         by["Mamba-2"] = _mamba(run, chosen.ssd, platform)
-    if run.model.grouped:
+    if run.model.dropless:
         by["dropless experts"] = chosen.grouped_matmul
     if run.execution.offload != "none":
         by["offload"] = (
@@ -84,7 +84,7 @@ def check_program(compiled: Any, run: Run) -> None:
     requested = (
         ("fused attention", model.attention_mixer, attention.IMPLEMENTATIONS[chosen.attention]),
         ("a fused Mamba-2 scan", model.mamba, ssd.IMPLEMENTATIONS[chosen.ssd]),
-        ("grouped matmuls", model.grouped, grouped.IMPLEMENTATIONS[chosen.grouped_matmul]),
+        ("grouped matmuls", model.dropless, grouped.IMPLEMENTATIONS[chosen.grouped_matmul]),
     )
     expected = [(what, t) for what, present, kernel in requested if present for t in kernel.calls]
     is_quantized = run.precision.quantized and platform == "gpu"

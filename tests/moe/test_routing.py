@@ -182,7 +182,8 @@ def test_no_assignment_and_no_gradient_is_lost():
     makers = (expert_routes, with_capacity), (expert_routes, of_experts), (rank_routes, without)
     for make, cfg in makers:
         with mesh_of(run):
-            routes, sent = make(gates, experts, cfg)
+            routes = make(gates, experts, cfg)
+            routes, sent = routes if make is rank_routes else (routes, None)
         slot, assignment = np.asarray(routes.slot).reshape(-1), np.asarray(routes.assignment)
         placed = np.flatnonzero(slot != NONE)
         np.testing.assert_array_equal(assignment[slot[placed]], placed)
@@ -195,7 +196,7 @@ def test_experts_have_whole_blocks_of_slots():
     """The first ones that are assigned get them, in the order of the tokens."""
     cfg = ExpertsConfig(count=2, top_k=1, ffn=8, slots="own", rank_capacity_factor=1.2)
     experts = jnp.asarray([[[0]] * 300 + [[1]] * 100]).reshape(1, 400, 1)
-    routes, _ = expert_routes(jnp.zeros(experts.shape), experts, cfg)
+    routes = expert_routes(jnp.zeros(experts.shape), experts, cfg)
     assert cfg.capacity(400) == 256  # two blocks for 1.2 times 200 tokens
     expected = [*range(256), *[NONE] * 44, *range(256, 356)]
     np.testing.assert_array_equal(np.asarray(routes.slot).reshape(-1), expected)
@@ -217,12 +218,22 @@ def dense(layer, x, kept, cfg):
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["top 1", "top 2 and a shared expert"])
-@pytest.mark.parametrize("factor", tiered([1.5], [8, 1.5]))
-def test_one_expert_that_gets_all(factor, shared):
+@pytest.mark.parametrize(
+    "case",
+    tiered(
+        [(1.5, "shared", 8), (8, "own", 32)],
+        [(8, "shared", 8), (1.5, "shared", 8), (32, "own", 32), (8, "own", 32)],
+    ),
+    ids=str,
+)
+def test_one_expert_that_gets_all(case, shared):
     """With slots for all of them on its rank every token has its output and its gradient; with
-    fewer, those that have no slot are counted, and all others are right."""
+    fewer, those that have no slot are counted, and all others are right. So are those that find a
+    slot on their way, but none where they arrive."""
+    factor, slots, count = case
     top_k = ("top_k: 2", "shared_ffn: 96") if shared else ("top_k: 1",)
-    settings = f"capacity_factor: null, rank_capacity_factor: {factor}", *top_k
+    of_experts = f"count: {count}, slots: {slots}"
+    settings = f"capacity_factor: null, rank_capacity_factor: {factor}", *top_k, of_experts
     run = tiny_grok(
         "parallelism.expert=8", f"model.experts={{{', '.join(settings)}}}", devices=8
     )  # fmt: skip
@@ -248,13 +259,18 @@ def test_one_expert_that_gets_all(factor, shared):
         placed = jax.device_put(jnp.asarray(x), spec)
         out, ((_, load, dropped),), grads = values(lambda layer, x: layer(x, SHARED), layer, placed)
     assert np.all(np.asarray(load)[:, 5] == 32)
-    # Each rank has one expert, and slots for so many of the assignments of a sequence.
-    slots = min(32, int(np.ceil(32 * cfg.top_k / 8 * factor)))
     chosen = np.argsort(-(x @ biased), axis=-1)[..., : cfg.top_k]
-    assigned = np.sum(chosen[..., None] == np.arange(8), axis=2)
-    kept = assigned * (np.cumsum(assigned, axis=1) <= slots)
+    assigned = np.sum(chosen[..., None] == np.arange(count), axis=2)
+    if slots == "shared":
+        # Each rank has one expert, and slots for so many of the assignments of a sequence.
+        most = min(32, int(np.ceil(32 * cfg.top_k / 8 * factor)))
+        kept = assigned * (np.cumsum(assigned, axis=1) <= most)
+    else:
+        # The expert takes the first ones of all sequences, each of which is on one device.
+        order = np.cumsum(assigned.reshape(-1, count), axis=0).reshape(assigned.shape)
+        kept = assigned * (order <= cfg.capacity(8 * 32))
     np.testing.assert_array_equal(dropped, np.sum(assigned - kept, axis=(1, 2)))
-    assert (np.min(dropped) > 0) == (factor < 8)
+    assert (np.max(dropped) > 0) == ((factor, slots) in [(1.5, "shared"), (8, "own")])
     # Weights without a mesh.
     layer = jax.tree.map(lambda w: jnp.asarray(np.asarray(w)), layer)
     expected, _, exact = values(
@@ -451,19 +467,22 @@ def test_every_application_of_a_shared_block_draws_anew():
 
 
 @pytest.mark.parametrize(
-    ("devices", "scaling"),
+    ("devices", "scaling", "slots"),
     [
-        pytest.param(1, "current", marks=pytest.mark.slow),
-        pytest.param(1, "delayed", marks=pytest.mark.nightly),
-        pytest.param(8, "current", marks=pytest.mark.nightly),
+        pytest.param(1, "current", "shared", marks=pytest.mark.slow),
+        pytest.param(1, "delayed", "shared", marks=pytest.mark.nightly),
+        pytest.param(8, "current", "shared", marks=pytest.mark.nightly),
+        pytest.param(1, "current", "own", marks=pytest.mark.nightly),
+        pytest.param(8, "current", "own", marks=pytest.mark.slow),
     ],
 )
-def test_dropless_experts_in_fp8_are_those_of_a_capacity_for_all(devices, scaling):
+def test_dropless_experts_in_fp8_are_those_of_a_capacity_for_all(devices, scaling, slots):
     """With a capacity of all tokens nothing is dropped: the same products, scales and sums. One
     layer, since a second one's router would turn a rounding into other experts."""
     axes = ALL_AXES if devices > 1 else ()
     fp8 = "precision.dtype=fp8", f"precision.scaling={scaling}", "model.layers=1"
-    loss, grads = same_sequences(tiny_grok(*axes, *fp8, *DROPLESS, devices=devices))
+    slots = f"model.experts.slots={slots}"
+    loss, grads = same_sequences(tiny_grok(*axes, *fp8, *DROPLESS, slots, devices=devices))
     expected = same_sequences(
         tiny_grok(*axes, *fp8, "model.experts.capacity_factor=8", devices=devices)
     )

@@ -40,25 +40,30 @@ def variance(count, top_k, groups, top_groups, ranks):
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_a_window_has_no_token_without_a_slot(name):
-    """The expected number of times that the tokens of one device for the experts of one rank, or
-    for one expert, are more than their slots, by the normal distribution, which sums over thousands
-    of tokens follow to a few percent of the margin: at most 1 in 1000 windows. A run that drops any
-    is not comparable."""
+    """The expected number of times that the tokens of one device for the experts of one rank are
+    more than their slots, or those of all ranks for one expert, by the normal distribution, which
+    sums over thousands of tokens follow to a few percent of the margin: at most 1 in 1000 windows.
+    A run that drops any is not comparable."""
     run = RANDOM[name]
     e, p, b = run.model.experts, run.parallelism, run.batch
     ranks, parts = p.expert * p.tensor, run.execution.expert_parts
     tokens = run.microbatch * b.sequence_length // (p.context * p.tensor * parts)
-    slots = rank_slots(tokens, e, ranks)
-    if not e.grouped:
-        ranks, slots = e.count, e.capacity(tokens)
-    margin = slots - tokens * e.top_k / ranks
-    if ranks == 1:
-        assert margin == 0  # slots for all
-        return
-    deviation = math.sqrt(tokens * variance(e.count, e.top_k, e.groups, e.top_groups, ranks))
     layers = len(run.model.each(ExpertsConfig)) + sum(
         run.model.prediction.depth for m in run.model.predicting if isinstance(m, ExpertsConfig)
     )
-    stages = run.gpus // p.pipeline
-    draws = layers * run.accumulation * parts * stages * ranks * (PUBLISHED[1] - PUBLISHED[0] + 1)
-    assert draws * math.erfc(margin / deviation / math.sqrt(2)) / 2 < 1e-3
+    devices = run.gpus // p.pipeline
+    draws = layers * run.accumulation * parts * devices * (PUBLISHED[1] - PUBLISHED[0] + 1)
+
+    def lost(tokens, among, slots):
+        """Draws without a slot, if tokens choose one of so many places with these slots."""
+        margin = slots - tokens * e.top_k / among
+        if among == 1:
+            assert margin >= 0  # slots for all
+            return 0
+        deviation = math.sqrt(tokens * variance(e.count, e.top_k, e.groups, e.top_groups, among))
+        return draws * among * math.erfc(margin / deviation / math.sqrt(2)) / 2
+
+    expected = lost(tokens, ranks, rank_slots(tokens, e, ranks))
+    if e.slots == "own":
+        expected += lost(ranks * tokens, e.count, e.capacity(ranks * tokens)) / ranks
+    assert expected < 1e-3

@@ -26,14 +26,14 @@ from jaxtyping import Array, Float
 from jaxbench import mesh
 from jaxbench.ops import implementations, quantized
 from jaxbench.ops.grouped import xla
-from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, group
+from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, equal_groups, group
 from jaxbench.ops.implementations import TRITON, lazy
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import BLOCKS, Execution
 
 __all__ = [
     "BLOCK", "IMPLEMENTATIONS", "NONE", "Groups", "Implementation", "biased", "choose",
-    "from_permuted", "group", "to_permuted",
+    "equal_groups", "from_permuted", "group", "to_permuted",
 ]  # fmt: skip
 
 
@@ -81,6 +81,13 @@ IMPLEMENTATIONS = {
         block_matmuls=lazy("grouped.scaled.Dequantized"),
         refusal=xla.refusal,
     ),
+    "batched": Implementation(
+        to_permuted=lazy("grouped.batched.to_permuted"),
+        from_permuted=lazy("grouped.batched.from_permuted"),
+        weights=lazy("grouped.batched.weights"),
+        block_matmuls=lazy("grouped.batched.BlockMatmuls"),
+        refusal=lambda cfg, dtype, platform: None,
+    ),
 }
 """The implementations by name; `auto` takes the first one that does not refuse."""
 
@@ -91,7 +98,12 @@ def choose(execution: Execution, cfg: ModelConfig, dtype: str, platform: str) ->
     implementation cannot do it, or with `auto` if none can."""
 
     def refusal(name: str) -> str | None:
-        return IMPLEMENTATIONS[name].refusal(cfg, dtype, platform) if cfg.grouped else None
+        if not (cfg.experts and cfg.dropless):
+            return None
+        needed = "own" if name == "batched" else "shared"
+        if cfg.experts.slots != needed:
+            return f"needs model.experts.slots = {needed}"
+        return IMPLEMENTATIONS[name].refusal(cfg, dtype, platform)
 
     return implementations.choose(
         "grouped_matmul", execution.grouped_matmul, IMPLEMENTATIONS, refusal

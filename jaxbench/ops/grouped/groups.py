@@ -27,9 +27,10 @@ class Groups:
     """Which rows belong to which group.
 
     `row` (`"R"`) is the arriving row of each permuted row, and `place` (`"A"`) is its inverse; both
-    are `NONE` for padding. `group` (`"blocks"`) is the group of each block of permuted rows. Blocks
-    without rows come last; their `group` is the number of groups. `ends` (`"E"`) is the number of
-    blocks up to the end of each group. `expected` is the number of rows that plans count.
+    are `NONE` for padding. Both are None if rows arrive in the permuted order. `group` (`"blocks"`)
+    is the group of each block of permuted rows. Blocks without rows come last; their `group` is the
+    number of groups. `ends` (`"E"`) is the number of blocks up to the end of each group. `expected`
+    is the number of rows that plans count.
     """
 
     row: Any
@@ -60,26 +61,57 @@ def group(received: Int[Array, "n E"], slots: int, expected: int) -> Groups:
     """
     ranks, count = received.shape
     blocks = (ranks * slots + count * (BLOCK - 1)) // BLOCK
-    rows = jnp.sum(received, axis=0)
-    ends = jnp.cumsum(-(-rows // BLOCK))
-    first = (ends - -(-rows // BLOCK)) * BLOCK  # permuted row of each group
+    of_group = -(-jnp.sum(received, axis=0) // BLOCK)  # blocks of each group
+    ends = jnp.cumsum(of_group)
+    of_block = jnp.sum(jnp.arange(blocks)[:, None] >= ends, axis=-1)
+    of_row = jnp.minimum(jnp.repeat(of_block, BLOCK), count - 1)
+    row, place = _maps(received, slots, (ends - of_group) * BLOCK, of_row)
+    return Groups(row, place, of_block, ends, expected)
+
+
+def equal_groups(
+    count: int, capacity: int, received: Int[Array, "n E"] | None = None, slots: int = 0
+) -> Groups:
+    """Groups that each have `capacity` rows, whole blocks, whatever arrives. The other arguments
+    are those of `group`; without them rows are already permuted. Arriving rows beyond the capacity
+    have no place."""
+    of_block = jnp.repeat(jnp.arange(count), capacity // BLOCK)
+    ends = jnp.arange(1, count + 1) * (capacity // BLOCK)
+    row, place = None, None
+    if received is not None:
+        first, of_row = (ends * BLOCK - capacity), jnp.repeat(of_block, BLOCK)
+        row, place = _maps(received, slots, first, of_row, capacity)
+    return Groups(row, place, of_block, ends, count * capacity)
+
+
+def _maps(
+    received: Int[Array, "n E"],
+    slots: int,
+    first: Int[Array, " E"],
+    of_row: Int[Array, " R"],
+    capacity: int | None = None,
+) -> tuple[Int[Array, " R"], Int[Array, " A"]]:
+    """`row` and `place` of `Groups`, if `first` is the first permuted row of each group, and
+    `of_row` the group of each permuted row."""
+    ranks, count = received.shape
     before = jnp.cumsum(received, axis=0) - received  # rows of a group from earlier ranks
     sent = jnp.cumsum(received, axis=1)  # rows of a rank up to the end of each group
+    shift = first + before - (sent - received)  # [n, E], from a rank's slot to the permuted row
 
     slot = jnp.arange(slots)
     of_slot = jnp.sum(slot[:, None] >= sent[:, None], axis=-1)  # [n, slots]
-    of_slot, empty = jnp.minimum(of_slot, count - 1), of_slot == count
-    shift = first + before - (sent - received)  # [n, E], from a rank's slot to the permuted row
-    place = jnp.where(empty, NONE, slot + jnp.take_along_axis(shift, of_slot, axis=1))
+    none, of_slot = of_slot == count, jnp.minimum(of_slot, count - 1)
+    place = slot + jnp.take_along_axis(shift, of_slot, axis=1)
+    if capacity is not None:
+        none |= place >= first[of_slot] + capacity
+    place = jnp.where(none, NONE, place)
 
-    of_block = jnp.sum(jnp.arange(blocks)[:, None] >= ends, axis=-1)
-    of_row = jnp.minimum(jnp.repeat(of_block, BLOCK), count - 1)
-    permuted = jnp.arange(blocks * BLOCK)
+    permuted = jnp.arange(of_row.size)
     offset = permuted - first[of_row]
     rank = jnp.sum(offset[:, None] >= (before + received).T[of_row], axis=-1)
     filled, rank = rank < ranks, jnp.minimum(rank, ranks - 1)
     row = jnp.where(filled, rank * slots + permuted - shift[rank, of_row], NONE)
-    return Groups(row, place.reshape(-1), of_block, ends, expected)
+    return row, place.reshape(-1)
 
 
 def result_dtype(x: Array) -> Any:

@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh
-from jaxbench.ops.grouped import NONE, group
+from jaxbench.ops.grouped import NONE, equal_groups, group
 from jaxbench.ops.moe.routing import busiest_share
 from jaxbench.ops.remat import ALWAYS, save
 from jaxbench.recipe.mixers import ExpertsConfig
@@ -58,41 +58,83 @@ def dispatch(
 ) -> tuple[Array, Array, Routes]:
     """Sends tokens to the ranks of their experts. Returns (arrived tokens, their gates, routes).
 
-    If each expert has slots of its own, tokens and gates are `"experts capacity .."`, and empty
-    slots are zero. Otherwise both are `"slots .."`. Tokens are then in the order in which they
-    arrive, at most `rank_slots` from each rank; gates are permuted by expert, as the results of the
-    matmuls are (`ops.grouped`).
-    """
+    With a capacity, tokens and gates are `"experts capacity .."`, and empty slots are zero.
+    Dropless, both are `"slots .."`. Tokens are then in the order in which they arrive, at most
+    `rank_slots` from each rank; gates are permuted by expert, as the results of the matmuls are
+    (`ops.grouped`).
 
-    def local(x, gates, experts):
-        routes, sent = (rank_routes if cfg.grouped else expert_routes)(gates, experts, cfg)
-        routes = jax.tree.map(partial(save, name=ALWAYS), routes)
+    Dropless tokens for the experts of a rank share slots on their way, even if each expert has
+    slots of its own: what one sender has for one expert is little, so it would need far more
+    padding. Within one rank nothing is on its way, and tokens go to the slots of their expert at
+    once.
+    """
+    alone = cfg.slots == "own" and mesh.ranks("experts") == 1
+
+    def in_slots(x, gates, routes):
         slot, assignment = routes.slot, routes.assignment
         tokens = permute(x.reshape(-1, x.shape[-1]), slot.reshape(-1, cfg.top_k), assignment)
-        slot_gates = permute(gates.reshape(-1, 1), slot.reshape(-1, 1), assignment)
-        if cfg.grouped:
-            tokens, slot_gates, received = _exchange((tokens, slot_gates, sent), 0, 0)
-            slots = tokens.shape[0] // received.shape[0]
-            groups = group(received, slots, _expected(experts.size, cfg, tokens.shape[0]))
-            groups = jax.tree.map(partial(save, name=ALWAYS), groups)
-            slot_gates = permute(slot_gates, groups.place[:, None], groups.row)
-            routes = routes._replace(groups=groups)
-        else:
-            tokens, slot_gates = _exchange(
-                [y.reshape(cfg.count, -1, y.shape[-1]) for y in (tokens, slot_gates)], 0, 1
-            )
+        return tokens, permute(gates.reshape(-1, 1), slot.reshape(-1, 1), assignment)
+
+    def to_experts(x, gates, experts):
+        routes = _kept(expert_routes(gates, experts, cfg))
+        tokens, slot_gates = in_slots(x, gates, routes)
+        if alone:
+            groups = equal_groups(cfg.count, tokens.shape[0] // cfg.count)
+            return tokens, save(slot_gates[:, 0], ALWAYS), routes._replace(groups=groups)
+        tokens, slot_gates = _exchange(
+            [y.reshape(cfg.count, -1, y.shape[-1]) for y in (tokens, slot_gates)], 0, 1
+        )
         return tokens, save(slot_gates[..., 0], ALWAYS), routes
 
-    dims = "slots" if cfg.grouped else "experts capacity"
+    def to_ranks(x, gates, experts):
+        routes, sent = rank_routes(gates, experts, cfg)
+        routes = _kept(routes)
+        tokens, slot_gates, received = _exchange((*in_slots(x, gates, routes), sent), 0, 0)
+        ranks, local_experts = received.shape
+        slots = tokens.shape[0] // ranks
+        if cfg.slots == "own":
+            capacity = cfg.capacity(ranks * experts.size // cfg.top_k)
+            before = _exchange(jnp.cumsum(received, axis=0) - received, 0, 0)
+            slot = _with_room(routes.slot, experts, sent, capacity - before, slots)
+            routes = routes._replace(slot=_kept(slot))
+            groups = equal_groups(local_experts, capacity, received, slots)
+        else:
+            groups = group(received, slots, _expected(experts.size, cfg, tokens.shape[0]))
+        groups = _kept(groups)
+        slot_gates = permute(slot_gates, groups.place[:, None], groups.row)
+        return tokens, save(slot_gates[:, 0], ALWAYS), routes._replace(groups=groups)
+
+    local = to_ranks if cfg.dropless and not alone else to_experts
+    dims = "slots" if cfg.dropless else "experts capacity"
     tokens_spec, gates_spec, slot_spec, slots_spec = (
         mesh.spec(dims, mesh.ACTIVATION)
         for dims in (f"{dims} embed", dims, "batch shard_seq assignment", "slots")
     )
-    routes_spec = Routes(slot_spec, slots_spec, slots_spec if cfg.grouped else None)
+    routes_spec = Routes(slot_spec, slots_spec, slots_spec if cfg.dropless else None)
     tokens, slot_gates, routes = mesh.on_each_device(local, (tokens_spec, gates_spec, routes_spec))(
         x, gates, experts
     )
     return save(tokens, "dispatched"), slot_gates, routes
+
+
+def _kept(maps: Any) -> Any:
+    """Index maps that the backward pass does not compute again."""
+    return jax.tree.map(partial(save, name=ALWAYS), maps)
+
+
+def _with_room(
+    slot: Int[Array, "B S k"],
+    experts: Int[Array, "B S k"],
+    sent: Int[Array, "n e"],
+    room: Int[Array, "n e"],
+    slots: int,
+) -> Int[Array, "B S k"]:
+    """The slots of assignments for which their expert has room; `NONE` for the others. `sent` is
+    the number of tokens for each expert of each rank, which are in this order in the `slots` of the
+    rank. `room` says how many of them the expert takes."""
+    first = (jnp.cumsum(sent, axis=1) - sent).reshape(-1)
+    index = slot % slots - first[experts]
+    return jnp.where(index < room.reshape(-1)[experts], slot, NONE)
 
 
 def combine(outputs: Float[Array, "*R D"], routes: Routes) -> Float[Array, "B S D"]:
@@ -167,8 +209,8 @@ unpermute.defvjp(
 
 def expert_routes(
     gates: Float[Array, "B S k"], experts: Int[Array, "B S k"], cfg: ExpertsConfig
-) -> tuple[Routes, None]:
-    """The routes of a device whose experts have slots of their own. Returns (routes, None).
+) -> Routes:
+    """The routes of a device whose experts have slots of their own.
 
     With a capacity, each expert takes the tokens with the largest gates from every group of
     `capacity_tokens` tokens (Megatron's policy `probs`). Of equal gates the first wins. Slots are
@@ -199,7 +241,7 @@ def expert_routes(
     position = position.swapaxes(0, 1).reshape(-1)
     order = (order + group * size).reshape(-1)
     assignment = jnp.take(order, position, mode="fill", fill_value=NONE)
-    return Routes(slot.reshape(experts.shape), assignment), None
+    return Routes(slot.reshape(experts.shape), assignment)
 
 
 def rank_routes(

@@ -143,6 +143,7 @@ def quantize_activation(
         return kernels.nvfp4_both(x, seeds, precision.hadamard, of)
     if of and of.index is not None:
         x = jnp.take(x, of.index, axis=1, mode="fill", fill_value=0)
+        x = x.reshape(of.experts, -1, x.shape[2])
     if precision.dtype == "mxfp8":
         return _packed(mxfp8(x, 2), mxfp8(x.swapaxes(1, 2), 2))
     turned = hadamard.transformed(x, 1) if precision.hadamard else x

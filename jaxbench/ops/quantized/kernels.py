@@ -55,7 +55,7 @@ CANDIDATES = tuple(
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["index", "filled"], meta_fields=["expected"],
+    data_fields=["index", "filled"], meta_fields=["expected", "experts"],
 )  # fmt: skip
 @dataclass(frozen=True)
 class Rows:
@@ -64,12 +64,14 @@ class Rows:
     `index` gives, for each of them, the row of the activation that it is taken from. An index
     beyond the activation makes a row of zeros. With None all rows stay in their places. `filled` is
     0 for each span of `SPAN` rows that is left out; the results of such rows are undefined.
-    `expected` is the number of rows in the other spans; plans use it.
+    `expected` is the number of rows in the other spans; plans use it. The results are those of `[E,
+    T / E, F]`, with this number of `experts`.
     """
 
     index: Int[Array, " T"] | None
     filled: Int[Array, " spans"]
     expected: int
+    experts: int = 1
 
 
 def takes(x: Float[Array, "E T F"], rows: Rows | None) -> bool:
@@ -84,17 +86,23 @@ class _Tiles:
     def __init__(self, x: Float[Array, "E T F"], rows: Rows | None, sizes: Sizes):
         self.experts, self.tokens, self.features = x.shape
         if rows:
-            self.tokens = rows.filled.size * SPAN
+            self.experts, self.tokens = rows.experts, rows.filled.size // rows.experts * SPAN
         self.t = _largest(self.tokens, SPAN)
         self.f = _largest(self.features, sizes.features)
         self.grid = self.experts, self.tokens // self.t, self.features // self.f
         self.inputs: Any = {"x": (x, self.rows(1, x.dtype).block)}
-        self.share = rows.expected / self.tokens if rows else 1.0
+        self.share = 1.0
         if rows:
-            self.inputs["filled"] = rows.filled, pl.BlockSpec((1,), lambda e, t, f: (t,))
+            self.share = rows.expected / (self.experts * self.tokens)
+            spans = self.grid[1]
+
+            def span(e: int, t: int, f: int) -> tuple[int]:
+                return (e * spans + t,)
+
+            self.inputs["filled"] = rows.filled, pl.BlockSpec((1,), span)
             if rows.index is not None:
                 self.inputs["x"] = x[0], whole(x[0])
-                self.inputs["index"] = rows.index, pl.BlockSpec((SPAN,), lambda e, t, f: (t,))
+                self.inputs["index"] = rows.index, pl.BlockSpec((SPAN,), span)
 
     def touched(self, outputs: dict[str, Output]) -> dict[str, int]:
         """Bytes of the arrays, reduced to the share of the expected rows."""

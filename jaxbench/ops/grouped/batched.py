@@ -1,0 +1,86 @@
+"""Grouped matmuls as one batched matmul of a library, for groups of one size (`equal_groups`).
+
+The padding is multiplied too. A plain matmul is so much faster than a grouped one on some GPUs that
+this pays (docs/design/experts.md). Rows are gathered into the slots of their group beforehand, FP8
+rows after they are quantized, and block-scaled rows by the kernel that quantizes them.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxbench.ops.dense import contract
+from jaxbench.ops.grouped.groups import Groups, result_dtype
+from jaxbench.ops.quantized.block_formats import Blocks
+from jaxbench.ops.quantized.block_scaled import Matmuls, multiply, quantize_activation
+from jaxbench.ops.quantized.kernels import SPAN, Rows
+from jaxbench.recipe.settings import Precision
+
+
+def to_permuted(
+    x: Float[Array, "A D"], w: Float[Array, "E D N"], groups: Groups, scale: Array | None = None
+) -> Float[Array, "R N"]:
+    """`Implementation.to_permuted`."""
+    return _merged(_multiply("ERD,EDN->ERN", _permuted(x, groups), w, scale))
+
+
+def from_permuted(
+    y: Float[Array, "R N"], w: Float[Array, "E D N"], groups: Groups, scale: Array | None = None
+) -> Float[Array, "A D"]:
+    """`Implementation.from_permuted`."""
+    x = _multiply("ERN,EDN->ERD", _split(y, groups), w, scale)
+    return _take(_merged(x), groups.place)
+
+
+def weights(
+    x: Float[Array, "A D"], y: Float[Array, "R N"], groups: Groups, scale: Array | None = None
+) -> Float[Array, "E D N"]:
+    """`Implementation.weights`."""
+    return _multiply("ERD,ERN->EDN", _permuted(x, groups), _split(y, groups), scale)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockMatmuls(Matmuls):
+    """`Matmuls` of the weights of groups, by XLA's block-scaled matmul."""
+
+    groups: Groups
+
+    def quantize(
+        self, x: Array, precision: Precision, side: str, draw: Array | None
+    ) -> tuple[Blocks, ...]:
+        groups, of = self.groups, None
+        if side == "first" and groups.row is not None:
+            spans = jnp.ones(groups.row.size // SPAN, jnp.int32)
+            of = Rows(groups.row, spans, groups.expected, groups.ends.size)
+        else:
+            x = _split(x[0], groups)
+        return quantize_activation(x, precision, of, draw)
+
+    def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
+        y = _merged(multiply(rows, w))
+        return y if side == "first" else _take(y, self.groups.place)
+
+
+def _multiply(equation: str, a: Array, b: Array, scale: Array | None) -> Array:
+    """A matmul in bf16. Of FP8 operands XLA makes an FP8 matmul with this scale."""
+    a, b = (x.astype(result_dtype(x)) for x in (a, b))
+    return contract(equation, a if scale is None else a * scale.astype(a.dtype), b)
+
+
+def _permuted(x: Float[Array, "A D"], groups: Groups) -> Float[Array, "E rows D"]:
+    return _split(_take(x, groups.row), groups)
+
+
+def _take(x: Array, index: Int[Array, " R"] | None) -> Array:
+    return x if index is None else jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+
+
+def _split(x: Float[Array, "R D"], groups: Groups) -> Float[Array, "E rows D"]:
+    return x.reshape(groups.ends.size, -1, x.shape[1])
+
+
+def _merged(x: Float[Array, "E rows D"]) -> Float[Array, "R D"]:
+    return x.reshape(-1, x.shape[2])
