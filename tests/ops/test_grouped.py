@@ -56,7 +56,7 @@ def groups_of(name, received):
     """The groups of an implementation. Equal ones have room for all rows."""
     received = jnp.asarray(received)
     if name == "batched":
-        return grouped.equal_groups(received.shape[1], 4 * BLOCK, received, SLOTS)
+        return grouped.equal_groups(received, SLOTS, 4 * BLOCK)
     return grouped.group(received, SLOTS, expected=1)
 
 
@@ -88,7 +88,7 @@ def test_each_row_has_one_place_in_its_group(received):
 def test_rows_beyond_the_capacity_of_a_group_have_no_place():
     """The ranks take turns in their order; a group that overflows leaves the others alone."""
     received = RECEIVED["some"]
-    groups = grouped.equal_groups(4, BLOCK, jnp.asarray(received), SLOTS)
+    groups = grouped.equal_groups(jnp.asarray(received), SLOTS, BLOCK)
     row, place = np.asarray(groups.row), np.asarray(groups.place)
     arrived = [r * SLOTS + np.arange(n.sum()) for r, n in enumerate(received)]
     of = [np.repeat(np.arange(4), n) for n in received]

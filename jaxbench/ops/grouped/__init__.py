@@ -46,7 +46,8 @@ class Implementation:
     """The three matmuls of one device's rows and groups, with weights `[E, D, N]`.
 
     `to_permuted` multiplies arriving rows by the weights; its result is permuted rows.
-    `from_permuted` multiplies permuted rows by the transposed weights; its result is arriving rows.
+    `from_permuted` multiplies permuted rows by the transposed weights; its result is the uses of
+    arriving rows.
     `weights` multiplies both kinds of rows and sums over each group; its result is the gradient of
     the weights.
 
@@ -58,7 +59,7 @@ class Implementation:
     """
 
     to_permuted: Callable[..., Float[Array, "R N"]]
-    from_permuted: Callable[..., Float[Array, "A D"]]
+    from_permuted: Callable[..., Float[Array, "uses D"]]
     weights: Callable[..., Float[Array, "E D N"]]
     block_matmuls: Callable[[Groups], Any]
     refusal: Callable[[ModelConfig, str, str], str | None]
@@ -157,7 +158,7 @@ class _GroupedMatmul:
         if self.into:
             y = implementation.to_permuted(x, matrices, groups, scale)
             return y.reshape(-1, *w.shape[2:])
-        return implementation.from_permuted(_flat(x, 1), matrices, groups, scale)
+        return groups.summed(implementation.from_permuted(_flat(x, 1), matrices, groups, scale))
 
     def of_input(self, dy: Array, w: Array, groups: Groups, scale: Array | None = None) -> Array:
         return replace(self, into=not self.into).result(dy, w, groups, scale)

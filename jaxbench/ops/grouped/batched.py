@@ -28,7 +28,7 @@ def to_permuted(
 
 def from_permuted(
     y: Float[Array, "R N"], w: Float[Array, "E D N"], groups: Groups, scale: Array | None = None
-) -> Float[Array, "A D"]:
+) -> Float[Array, "uses D"]:
     """`Implementation.from_permuted`."""
     x = _multiply("ERN,EDN->ERD", _split(y, groups), w, scale)
     return _take(_merged(x), groups.place)
@@ -52,16 +52,16 @@ class BlockMatmuls(Matmuls):
         self, x: Array, precision: Precision, side: str, draw: Array | None
     ) -> tuple[Blocks, ...]:
         groups, of = self.groups, None
-        if side == "first" and groups.row is not None:
+        if side == "first":
             spans = jnp.ones(groups.row.size // SPAN, jnp.int32)
-            of = Rows(groups.row, spans, groups.expected, groups.ends.size)
+            of = Rows(groups.source, spans, groups.expected, groups.ends.size)
         else:
             x = _split(x[0], groups)
         return quantize_activation(x, precision, of, draw)
 
     def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
         y = _merged(multiply(rows, w))
-        return y if side == "first" else _take(y, self.groups.place)
+        return y if side == "first" else self.groups.summed(_take(y, self.groups.place))
 
 
 def _multiply(equation: str, a: Array, b: Array, scale: Array | None) -> Array:
@@ -71,11 +71,11 @@ def _multiply(equation: str, a: Array, b: Array, scale: Array | None) -> Array:
 
 
 def _permuted(x: Float[Array, "A D"], groups: Groups) -> Float[Array, "E rows D"]:
-    return _split(_take(x, groups.row), groups)
+    return _split(_take(x, groups.source), groups)
 
 
-def _take(x: Array, index: Int[Array, " R"] | None) -> Array:
-    return x if index is None else jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+def _take(x: Array, index: Int[Array, " R"]) -> Array:
+    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
 
 
 def _split(x: Float[Array, "R D"], groups: Groups) -> Float[Array, "E rows D"]:

@@ -1,13 +1,13 @@
 """The order of rows by group, and the dtype of results, which all implementations share. The order
 is a pair of index maps, computed from counts alone, without a sort."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 BLOCK = 128
 """Rows of a block, all of one group. The size is large enough for an efficient matmul and small
@@ -20,17 +20,19 @@ NONE = 2**31 - 1
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("row", "place", "group", "ends"),
-    meta_fields=("expected",),
+    meta_fields=("expected", "uses"),
 )
 @dataclass(frozen=True)
 class Groups:
     """Which rows belong to which group.
 
     `row` (`"R"`) is the arriving row of each permuted row, and `place` (`"A"`) is its inverse; both
-    are `NONE` for padding. Both are None if rows arrive in the permuted order. `group` (`"blocks"`)
-    is the group of each block of permuted rows. Blocks without rows come last; their `group` is the
-    number of groups. `ends` (`"E"`) is the number of blocks up to the end of each group. `expected`
-    is the number of rows that plans count.
+    are `NONE` for padding. `group` (`"blocks"`) is the group of each block of permuted rows. Blocks
+    without rows come last; their `group` is the number of groups. `ends` (`"E"`) is the number of
+    blocks up to the end of each group. `expected` is the number of rows that plans count.
+
+    If `uses` is larger than 1, each arriving row is permuted to so many places, and results there
+    are added up. `row` and `place` then count uses, those of one arriving row after the other.
     """
 
     row: Any
@@ -38,6 +40,19 @@ class Groups:
     group: Any
     ends: Any
     expected: int
+    uses: int = 1
+
+    @property
+    def source(self) -> Int[Array, " R"]:
+        """The arriving row of each permuted row, whatever the `uses`."""
+        return self.row if self.uses == 1 else self.row // self.uses
+
+    def summed(self, results: Float[Array, "uses D"]) -> Float[Array, "A D"]:
+        """The sum of the results of each arriving row, in fp32."""
+        if self.uses == 1:
+            return results
+        parts = results.reshape(-1, self.uses, results.shape[1])
+        return jnp.sum(parts.astype(jnp.float32), axis=1).astype(results.dtype)
 
     @property
     def multiplied(self) -> int:
@@ -49,7 +64,7 @@ class Groups:
         """Groups with these shapes that have as many rows as expected, equally many each."""
         count = self.ends.size
         received = jnp.full((1, count), self.expected // count)
-        return group(received, self.place.size, self.expected)
+        return replace(group(received, self.place.size, self.expected), uses=self.uses)
 
 
 def group(received: Int[Array, "n E"], slots: int, expected: int) -> Groups:
@@ -69,18 +84,14 @@ def group(received: Int[Array, "n E"], slots: int, expected: int) -> Groups:
     return Groups(row, place, of_block, ends, expected)
 
 
-def equal_groups(
-    count: int, capacity: int, received: Int[Array, "n E"] | None = None, slots: int = 0
-) -> Groups:
-    """Groups that each have `capacity` rows, whole blocks, whatever arrives. The other arguments
-    are those of `group`; without them rows are already permuted. Arriving rows beyond the capacity
-    have no place."""
+def equal_groups(received: Int[Array, "n E"], slots: int, capacity: int) -> Groups:
+    """`group` with `capacity` rows for each group, whole blocks, whatever arrives. Arriving rows
+    beyond the capacity have no place."""
+    count = received.shape[1]
     of_block = jnp.repeat(jnp.arange(count), capacity // BLOCK)
     ends = jnp.arange(1, count + 1) * (capacity // BLOCK)
-    row, place = None, None
-    if received is not None:
-        first, of_row = (ends * BLOCK - capacity), jnp.repeat(of_block, BLOCK)
-        row, place = _maps(received, slots, first, of_row, capacity)
+    first, of_row = ends * BLOCK - capacity, jnp.repeat(of_block, BLOCK)
+    row, place = _maps(received, slots, first, of_row, capacity)
     return Groups(row, place, of_block, ends, count * capacity)
 
 

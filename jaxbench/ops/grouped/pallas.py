@@ -113,7 +113,7 @@ def to_permuted(
         {
             "x": (x, whole(x)),
             "w": (w, of_w),
-            "row": (groups.row, pl.BlockSpec((BLOCK,), lambda n, b: (b,))),
+            "row": (groups.source, pl.BlockSpec((BLOCK,), lambda n, b: (b,))),
             "group": (groups.group, pl.BlockSpec((1,), lambda n, b: (b,))),
             **scale_input(scale),
         },
@@ -131,7 +131,7 @@ def from_permuted(
     *,
     sizes: Sizes,
     interpret: bool = False,
-) -> Float[Array, "A D"]:
+) -> Float[Array, "uses D"]:
     """`Implementation.from_permuted`."""
     width = sizes.width
     x = (groups.place.size, w.shape[1])
@@ -175,7 +175,7 @@ def weights(
         operands = {
             "x": (x, pl.BlockSpec((x.shape[0], tile[0]), lambda n, d, e: (0, d))),
             "y": (y, pl.BlockSpec((y.shape[0], tile[1]), lambda n, d, e: (0, n))),
-            "row": (groups.row, whole(groups.row)),
+            "row": (groups.source, whole(groups.row)),
         }
     return call(
         partial(_weights, depth=sizes.depth), "grouped_weights",
@@ -223,7 +223,7 @@ def _permuted(x: Float[Array, "A D"], groups: Groups) -> Float[Array, "R D"]:
     elements, XLA would fuse the gather with the transpose that follows into one kernel that is ten
     times slower than memory."""
     words = jax.lax.bitcast_convert_type(x.reshape(len(x), -1, 4), jnp.uint32)
-    words = jnp.take(words, groups.row, axis=0, mode="fill", fill_value=0)
+    words = jnp.take(words, groups.source, axis=0, mode="fill", fill_value=0)
     return jax.lax.bitcast_convert_type(words, x.dtype).reshape(-1, x.shape[1])
 
 

@@ -41,7 +41,7 @@ def rows(side: str, groups: Groups) -> Rows:
     """The rows of an activation that are quantized. Arriving rows are gathered into the permuted
     order."""
     filled = (groups.group < groups.ends.size).astype(jnp.int32)
-    index = groups.row if side == "first" else None
+    index = groups.source if side == "first" else None
     return Rows(index, jnp.repeat(filled, BLOCK // SPAN), groups.multiplied)
 
 
@@ -56,7 +56,7 @@ def by_weight(
     interpret: bool = False,
 ) -> Float[Array, "R U"]:
     """`Matmuls.by_weight` by a kernel. The result is permuted rows if `side` is `first`, else
-    arriving rows."""
+    the uses of arriving rows."""
     count, kept, summed = w.values.shape
     width, into = sizes.width, side == "first"
     y = (groups.row.size if into else groups.place.size), kept
@@ -194,7 +194,7 @@ def _cost(
 def _of_permuted(groups: Groups) -> Groups:
     """Groups for rows that are already permuted. Padding is zero, or it is what a Hadamard
     transform makes of a block that contains padding; the matmul has to include it then."""
-    return replace(groups, row=jnp.arange(groups.row.size))
+    return replace(groups, row=jnp.arange(groups.row.size), uses=1)
 
 
 @jax.tree_util.register_dataclass
@@ -210,7 +210,8 @@ class Kernels(Matmuls):
         return quantize_activation(x, precision, rows(side, self.groups), draw)
 
     def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
-        return by_weight(rows, w, side, self.groups)
+        y = by_weight(rows, w, side, self.groups)
+        return y if side == "first" else self.groups.summed(y)
 
     def of_weight(self, first: Blocks, last: Blocks) -> Array:
         return of_weight(first, last, self.groups)
@@ -226,7 +227,7 @@ class Dequantized(Kernels):
         if side == "first":
             y = xla.to_permuted(wide, weights.swapaxes(1, 2), _of_permuted(self.groups))
         else:
-            y = xla.from_permuted(wide, weights, self.groups)
+            y = self.groups.summed(xla.from_permuted(wide, weights, self.groups))
         return y.astype(jnp.bfloat16)
 
     def of_weight(self, first: Blocks, last: Blocks) -> Array:

@@ -25,12 +25,12 @@ def to_permuted(
     x: Float[Array, "A D"], w: Float[Array, "E D N"], groups: Groups, scale: Array | None = None
 ) -> Float[Array, "R N"]:
     """`Implementation.to_permuted`."""
-    return _rows("bRD,bDN->bRN", _blocks(_take(x, groups.row)), _copies(w, groups), scale)
+    return _rows("bRD,bDN->bRN", _blocks(_take(x, groups.source)), _copies(w, groups), scale)
 
 
 def from_permuted(
     y: Float[Array, "R N"], w: Float[Array, "E D N"], groups: Groups, scale: Array | None = None
-) -> Float[Array, "A D"]:
+) -> Float[Array, "uses D"]:
     """`Implementation.from_permuted`."""
     return _take(_rows("bRN,bDN->bRD", _blocks(y), _copies(w, groups), scale), groups.place)
 
@@ -39,7 +39,7 @@ def weights(
     x: Float[Array, "A D"], y: Float[Array, "R N"], groups: Groups, scale: Array | None = None
 ) -> Float[Array, "E D N"]:
     """`Implementation.weights`."""
-    blocks = _multiply("bRD,bRN->bDN", _blocks(_take(x, groups.row)), _blocks(y), scale)
+    blocks = _multiply("bRD,bRN->bDN", _blocks(_take(x, groups.source)), _blocks(y), scale)
     total = jax.ops.segment_sum(blocks, groups.group, groups.ends.size)
     return total.astype(result_dtype(x))
 

@@ -22,6 +22,7 @@ Dimension letters are as in `ops`; T tokens of one device, C its assignments (T 
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh
-from jaxbench.ops.grouped import NONE, equal_groups, group
+from jaxbench.ops.grouped import NONE, Groups, equal_groups, group
 from jaxbench.ops.moe.routing import busiest_share
 from jaxbench.ops.remat import ALWAYS, save
 from jaxbench.recipe.mixers import ExpertsConfig
@@ -42,7 +43,9 @@ class Routes(NamedTuple):
     none.
 
     `slot` is `"batch shard_seq assignment"`. `assignment` is `"slots"` and counts a device's local
-    assignments. In dropless mode `groups` are the arriving tokens, by local expert.
+    assignments. In dropless mode `groups` are the arriving tokens, by local expert. Within one rank
+    nothing is sent: `slot` is then the row among those that are permuted by expert, and
+    `assignment` is None.
     """
 
     slot: Any
@@ -61,56 +64,60 @@ def dispatch(
     With a capacity, tokens and gates are `"experts capacity .."`, and empty slots are zero.
     Dropless, both are `"slots .."`. Tokens are then in the order in which they arrive, at most
     `rank_slots` from each rank; gates are permuted by expert, as the results of the matmuls are
-    (`ops.grouped`).
+    (`ops.grouped`). Within one rank all tokens have arrived already, each for `top_k` uses.
 
     Dropless tokens for the experts of a rank share slots on their way, even if each expert has
     slots of its own: what one sender has for one expert is little, so it would need far more
-    padding. Within one rank nothing is on its way, and tokens go to the slots of their expert at
-    once.
+    padding.
     """
-    alone = cfg.slots == "own" and mesh.ranks("experts") == 1
+    ranks = mesh.ranks("experts")
 
     def in_slots(x, gates, routes):
         slot, assignment = routes.slot, routes.assignment
         tokens = permute(x.reshape(-1, x.shape[-1]), slot.reshape(-1, cfg.top_k), assignment)
         return tokens, permute(gates.reshape(-1, 1), slot.reshape(-1, 1), assignment)
 
-    def to_experts(x, gates, experts):
+    def with_capacity(x, gates, experts):
         routes = _kept(expert_routes(gates, experts, cfg))
-        tokens, slot_gates = in_slots(x, gates, routes)
-        if alone:
-            groups = equal_groups(cfg.count, tokens.shape[0] // cfg.count)
-            return tokens, save(slot_gates[:, 0], ALWAYS), routes._replace(groups=groups)
-        tokens, slot_gates = _exchange(
-            [y.reshape(cfg.count, -1, y.shape[-1]) for y in (tokens, slot_gates)], 0, 1
-        )
+        arrays = [y.reshape(cfg.count, -1, y.shape[-1]) for y in in_slots(x, gates, routes)]
+        tokens, slot_gates = _exchange(arrays, 0, 1)
         return tokens, save(slot_gates[..., 0], ALWAYS), routes
 
-    def to_ranks(x, gates, experts):
+    def dropless(x, gates, experts):
         routes, sent = rank_routes(gates, experts, cfg)
-        routes = _kept(routes)
-        tokens, slot_gates, received = _exchange((*in_slots(x, gates, routes), sent), 0, 0)
-        ranks, local_experts = received.shape
-        slots = tokens.shape[0] // ranks
+        received, slots = _exchange(sent, 0, 0), routes.assignment.size // ranks
+        capacity = cfg.capacity(ranks * experts.size // cfg.top_k)
         if cfg.slots == "own":
-            capacity = cfg.capacity(ranks * experts.size // cfg.top_k)
-            before = _exchange(jnp.cumsum(received, axis=0) - received, 0, 0)
-            slot = _with_room(routes.slot, experts, sent, capacity - before, slots)
-            routes = routes._replace(slot=_kept(slot))
-            groups = equal_groups(local_experts, capacity, received, slots)
+            groups = equal_groups(received, slots, capacity)
         else:
-            groups = group(received, slots, _expected(experts.size, cfg, tokens.shape[0]))
-        groups = _kept(groups)
-        slot_gates = permute(slot_gates, groups.place[:, None], groups.row)
-        return tokens, save(slot_gates[:, 0], ALWAYS), routes._replace(groups=groups)
+            groups = group(received, slots, _expected(experts.size, cfg, ranks * slots))
+        if ranks == 1:
+            groups = _from_tokens(groups, routes, cfg.top_k)
+            routes = Routes(groups.place.reshape(experts.shape), None)
+            tokens, slot_gates = x.reshape(-1, x.shape[-1]), gates.reshape(-1, 1)
+        else:
+            routes = _kept(routes)
+            tokens, slot_gates = _exchange(in_slots(x, gates, routes), 0, 0)
+            if cfg.slots == "own":
+                before = _exchange(jnp.cumsum(received, axis=0) - received, 0, 0)
+                slot = _with_room(routes.slot, experts, sent, capacity - before, slots)
+                routes = routes._replace(slot=slot)
+        routes = _kept(routes._replace(groups=groups))
+        place, row = routes.groups.place, routes.groups.row
+        slot_gates = permute(slot_gates, place[:, None], row)
+        return tokens, save(slot_gates[:, 0], ALWAYS), routes
 
-    local = to_ranks if cfg.dropless and not alone else to_experts
+    local = dropless if cfg.dropless else with_capacity
     dims = "slots" if cfg.dropless else "experts capacity"
     tokens_spec, gates_spec, slot_spec, slots_spec = (
         mesh.spec(dims, mesh.ACTIVATION)
         for dims in (f"{dims} embed", dims, "batch shard_seq assignment", "slots")
     )
-    routes_spec = Routes(slot_spec, slots_spec, slots_spec if cfg.dropless else None)
+    routes_spec = Routes(
+        slot_spec,
+        None if cfg.dropless and ranks == 1 else slots_spec,
+        slots_spec if cfg.dropless else None,
+    )
     tokens, slot_gates, routes = mesh.on_each_device(local, (tokens_spec, gates_spec, routes_spec))(
         x, gates, experts
     )
@@ -120,6 +127,14 @@ def dispatch(
 def _kept(maps: Any) -> Any:
     """Index maps that the backward pass does not compute again."""
     return jax.tree.map(partial(save, name=ALWAYS), maps)
+
+
+def _from_tokens(groups: Groups, routes: Routes, top_k: int) -> Groups:
+    """Groups of a device's tokens, each with `top_k` uses, from the groups of the slots of
+    `routes`."""
+    row = jnp.take(routes.assignment, groups.row, mode="fill", fill_value=NONE)
+    place = jnp.take(groups.place, routes.slot.reshape(-1), mode="fill", fill_value=NONE)
+    return replace(groups, row=row, place=place, uses=top_k)
 
 
 def _with_room(
@@ -142,6 +157,8 @@ def combine(outputs: Float[Array, "*R D"], routes: Routes) -> Float[Array, "B S 
     assignments. A dropped assignment adds nothing."""
 
     def local(outputs, slot, assignment):
+        if assignment is None:
+            return outputs.reshape(*slot.shape[:2], -1)
         outputs = _exchange(outputs, outputs.ndim - 2, 0).reshape(-1, outputs.shape[-1])
         tokens = unpermute(outputs, slot.reshape(-1, slot.shape[-1]), assignment)
         return tokens.reshape(*slot.shape[:2], -1)
@@ -210,24 +227,18 @@ unpermute.defvjp(
 def expert_routes(
     gates: Float[Array, "B S k"], experts: Int[Array, "B S k"], cfg: ExpertsConfig
 ) -> Routes:
-    """The routes of a device whose experts have slots of their own.
+    """The routes of a device whose experts have a capacity.
 
-    With a capacity, each expert takes the tokens with the largest gates from every group of
-    `capacity_tokens` tokens (Megatron's policy `probs`). Of equal gates the first wins. Slots are
-    ordered by expert, group of tokens, and gate. Without a capacity all tokens are one group, and
-    slots are ordered by expert and token.
+    Each expert takes the tokens with the largest gates from every group of `capacity_tokens` tokens
+    (Megatron's policy `probs`). Of equal gates the first wins. Slots are ordered by expert, group
+    of tokens, and gate.
     """
-    limited = cfg.capacity_factor is not None
-    tokens = cfg.capacity_tokens if limited else experts.size // cfg.top_k
-    capacity = cfg.capacity(tokens)
-    expert = experts.reshape(-1, tokens * cfg.top_k)
+    capacity = cfg.capacity(cfg.capacity_tokens)
+    expert = experts.reshape(-1, cfg.capacity_tokens * cfg.top_k)
     groups, size = expert.shape
-    if limited:
-        by_gate = jnp.argsort(-gates.reshape(expert.shape), axis=-1)
-        by_expert = jnp.argsort(jnp.take_along_axis(expert, by_gate, axis=-1), axis=-1)
-        order = jnp.take_along_axis(by_gate, by_expert, axis=-1)
-    else:
-        order = jnp.argsort(expert, axis=-1)
+    by_gate = jnp.argsort(-gates.reshape(expert.shape), axis=-1)
+    by_expert = jnp.argsort(jnp.take_along_axis(expert, by_gate, axis=-1), axis=-1)
+    order = jnp.take_along_axis(by_gate, by_expert, axis=-1)
     load = jnp.sum(expert[..., None] == jnp.arange(cfg.count), axis=1, dtype=jnp.int32)
     first = jnp.cumsum(load, axis=-1) - load  # sorted position of each expert's assignments
 

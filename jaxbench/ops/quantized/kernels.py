@@ -95,14 +95,13 @@ class _Tiles:
         if rows:
             self.share = rows.expected / (self.experts * self.tokens)
             spans = self.grid[1]
-
-            def span(e: int, t: int, f: int) -> tuple[int]:
-                return (e * spans + t,)
-
-            self.inputs["filled"] = rows.filled, pl.BlockSpec((1,), span)
+            filled, index = (
+                pl.BlockSpec((size,), lambda e, t, f: (e * spans + t,)) for size in (1, SPAN)
+            )
+            self.inputs["filled"] = rows.filled, filled
             if rows.index is not None:
                 self.inputs["x"] = x[0], whole(x[0])
-                self.inputs["index"] = rows.index, pl.BlockSpec((SPAN,), span)
+                self.inputs["index"] = rows.index, index
 
     def touched(self, outputs: dict[str, Output]) -> dict[str, int]:
         """Bytes of the arrays, reduced to the share of the expected rows."""
