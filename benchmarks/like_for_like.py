@@ -108,7 +108,7 @@ class Row:
 
     def stem(self, folder: Path) -> Path:
         """The names of the row's files begin with this."""
-        return folder / f"{self.family}-{self.gpus}"
+        return folder / f"{self.family}-{self.gpus}-{self.program.digest}"
 
 
 def rows() -> list[Row]:

@@ -15,6 +15,7 @@ All programs are compiled in one way:
   with a profile of the forecast's times, as PGLE does with measured ones.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -120,6 +121,11 @@ class Program:
     combine: tuple[int, int, int]
     profiled: bool = False
     nic: float | None = None
+
+    @property
+    def digest(self) -> str:
+        """For names of files, so that a program with other options is another file."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:8]
 
     @property
     def target(self) -> hardware.Gpu:

@@ -14,7 +14,6 @@ ours, so the seconds of both are of one machine under about the same load.
 """
 
 import argparse
-import hashlib
 import os
 import shutil
 import statistics
@@ -89,8 +88,7 @@ class Peer:
 
     def stem(self, program: maxtext.Program, folder: Path) -> Path:
         """The names of a program's files begin with this."""
-        key = hashlib.sha256(repr(program).encode()).hexdigest()[:8]
-        return folder / f"{self.name}-{key}"
+        return folder / f"{self.name}-{program.digest}"
 
 
 @dataclass(frozen=True)
