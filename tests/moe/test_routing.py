@@ -15,7 +15,7 @@ from tiny import mesh_of, to_numpy
 
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
-from jaxbench.models.context import Context, Sequences
+from jaxbench.models.context import Context, Kernels, Sequences
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.experts import Experts
 from jaxbench.ops.draws import Counters
@@ -30,6 +30,11 @@ from jaxbench.xla.hlo import Program
 EPS32 = np.finfo(np.float32).eps
 RNG = np.random.default_rng(0)
 SHARED = Context()
+
+
+def context_of(cfg):
+    """The context of a layer whose matmuls are those of these experts."""
+    return Context(kernels=Kernels(grouped_matmul="batched" if cfg.slots == "own" else "xla"))
 
 
 DROPLESS = "model.experts.capacity_factor=null", "model.experts.rank_capacity_factor=8"
@@ -58,7 +63,8 @@ def test_experts_against_a_loop_over_tokens(case):
         placed = jax.device_put(
             jnp.asarray(x, jnp.float32), mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
         )
-        out, ((losses, load, dropped),) = jax.jit(lambda layer, x: layer(x, SHARED))(layer, placed)
+        context = context_of(run.model.experts)
+        out, ((losses, load, dropped),) = jax.jit(lambda layer, x: layer(x, context))(layer, placed)
     weights = (layer.router, layer.gate_up, layer.down)
     exact = (np.asarray(w[...], np.float64) for w in weights)
     expected = reference(x, *exact, cfg=run.model.experts)
@@ -179,11 +185,13 @@ def test_no_assignment_and_no_gradient_is_lost():
     with_capacity, without = tiny_grok().model.experts, run.model.experts
     gates = jnp.asarray(RNG.uniform(size=(1, 32, 2)), jnp.float32)
     experts = jnp.asarray(np.stack([RNG.permutation(8)[:2] for _ in range(32)])[None])
-    makers = (expert_routes, with_capacity), (rank_routes, without)
+    makers = (
+        (lambda *args: (expert_routes(*args), None), with_capacity),
+        (rank_routes, without),
+    )
     for make, cfg in makers:
         with mesh_of(run):
-            routes = make(gates, experts, cfg)
-            routes, sent = routes if make is rank_routes else (routes, None)
+            routes, sent = make(gates, experts, cfg)
         slot, assignment = np.asarray(routes.slot).reshape(-1), np.asarray(routes.assignment)
         placed = np.flatnonzero(slot != NONE)
         np.testing.assert_array_equal(assignment[slot[placed]], placed)
@@ -224,8 +232,8 @@ def dense(layer, x, kept, cfg):
 )
 def test_one_expert_that_gets_all(case, shared):
     """With slots for all of them on its rank every token has its output and its gradient; with
-    fewer, those that have no slot are counted, and all others are right. So are those that find a
-    slot on their way, but none where they arrive."""
+    fewer, those that have no slot are counted, and all others are right. Tokens that find a slot on
+    their way but none where they arrive count as dropped too."""
     factor, slots, count = case
     top_k = ("top_k: 2", "shared_ffn: 96") if shared else ("top_k: 1",)
     of_experts = f"count: {count}, slots: {slots}"
@@ -253,7 +261,10 @@ def test_one_expert_that_gets_all(case, shared):
         layer.router[...] = jax.device_put(biased, layer.router[...].sharding)
         spec = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
         placed = jax.device_put(jnp.asarray(x), spec)
-        out, ((_, load, dropped),), grads = values(lambda layer, x: layer(x, SHARED), layer, placed)
+        context = context_of(cfg)
+        out, ((_, load, dropped),), grads = values(
+            lambda layer, x: layer(x, context), layer, placed
+        )
     assert np.all(np.asarray(load)[:, 5] == 32)
     chosen = np.argsort(-(x @ biased), axis=-1)[..., : cfg.top_k]
     assigned = np.sum(chosen[..., None] == np.arange(count), axis=2)

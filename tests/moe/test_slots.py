@@ -40,10 +40,10 @@ def variance(count, top_k, groups, top_groups, ranks):
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_a_window_has_no_token_without_a_slot(name):
-    """The expected number of times that the tokens of one device for the experts of one rank are
-    more than their slots, or those of all ranks for one expert, by the normal distribution, which
-    sums over thousands of tokens follow to a few percent of the margin: at most 1 in 1000 windows.
-    A run that drops any is not comparable."""
+    """Fewer than one window in 1000 is expected to lose a token: on its way, among those of one
+    device for the experts of one rank, or where it arrives, among those of all ranks for one
+    expert. Sums over thousands of tokens follow the normal distribution to a few percent of the
+    margin. A run that drops any is not comparable."""
     run = RANDOM[name]
     e, p, b = run.model.experts, run.parallelism, run.batch
     ranks, parts = p.expert * p.tensor, run.execution.expert_parts

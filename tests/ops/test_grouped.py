@@ -148,6 +148,31 @@ def test_products_of_each_row(case):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_rows_with_several_uses(name):
+    """The results are those of a copy of the token for each use."""
+    uses = 3
+    groups = groups_of(name, [[50, 0, 100, 30]])
+    y = rows_of(groups)[1]
+    tokens = jnp.asarray(RNG.normal(size=(SLOTS // 4, D)), jnp.bfloat16)
+    kept = SLOTS // 4 * uses
+    # Only so many rows arrive: the others have no place.
+    place = jnp.where(jnp.arange(SLOTS) < kept, groups.place, NONE)[:kept]
+    row = jnp.where(groups.row < kept, groups.row, NONE)
+    copies = jnp.repeat(tokens, uses, axis=0)
+    alone = replace(groups, row=row, place=place)
+    several = replace(alone, uses=uses)
+    w = jnp.asarray(RNG.normal(size=(4, D, N)), jnp.bfloat16)
+    y = jnp.where(row[:, None] == NONE, 0, y)
+    to_permuted, from_permuted, weights = PRODUCTS[name]
+    np.testing.assert_array_equal(to_permuted(tokens, w, several), to_permuted(copies, w, alone))
+    np.testing.assert_array_equal(weights(tokens, y, several), weights(copies, y, alone))
+    each = np.asarray(from_permuted(y, w, alone), np.float64)
+    total = np.asarray(several.summed(from_permuted(y, w, several)), np.float64)
+    expected = each.reshape(-1, uses, D).sum(1)
+    np.testing.assert_allclose(total, expected, rtol=EPS16, atol=EPS16 * np.abs(each).max())
+
+
 @pytest.mark.parametrize(
     "case",
     tiered(
@@ -412,6 +437,16 @@ def test_tensor_cores_multiply_by_scales_of_blocks(dtype, tmp_path):
     for kernel in of_kernel:
         assert re.search(rf"tcgen05\.mma\S*kind::{kind}\.block_scale", kernel)
         assert not re.search(r"kind::(tf32|f16)|wgmma|mma\.sync", kernel)
+
+
+def test_slots_of_each_expert_and_batched_matmuls_need_each_other():
+    cfg = MODELS["qwen3_30b_a3b"]
+    own = replace(cfg, experts=replace(cfg.experts, slots="own"))
+    assert grouped.choose(Execution(), own, "mxfp8", "gpu") == "batched"
+    with pytest.raises(RecipeError, match=r"pallas needs model\.experts\.slots = shared"):
+        grouped.choose(Execution(grouped_matmul="pallas"), own, "bf16", "gpu")
+    with pytest.raises(RecipeError, match=r"batched needs model\.experts\.slots = own"):
+        grouped.choose(Execution(grouped_matmul="batched"), cfg, "bf16", "gpu")
 
 
 def test_the_kernels_are_chosen_where_they_can():

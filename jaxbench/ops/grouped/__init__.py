@@ -1,6 +1,6 @@
 """Grouped matmuls: each row is multiplied by the weight of its group. A group is an expert, and its
 number of rows is known only at run time. The work depends on the rows, not on the memory that is
-reserved for them.
+reserved for them. (Only `batched` multiplies all that is reserved: groups of one size.)
 
 Rows *arrive* on a device in the order in which other ranks sent them, with gaps. A matmul can work
 on *permuted* rows: sorted by group, with each group padded to whole blocks of `BLOCK` rows. We
@@ -46,8 +46,8 @@ class Implementation:
     """The three matmuls of one device's rows and groups, with weights `[E, D, N]`.
 
     `to_permuted` multiplies arriving rows by the weights; its result is permuted rows.
-    `from_permuted` multiplies permuted rows by the transposed weights; its result is the uses of
-    arriving rows.
+    `from_permuted` multiplies permuted rows by the transposed weights; its result has a
+    row for each use of an arriving row.
     `weights` multiplies both kinds of rows and sums over each group; its result is the gradient of
     the weights.
 

@@ -87,6 +87,7 @@ def group(received: Int[Array, "n E"], slots: int, expected: int) -> Groups:
 def equal_groups(received: Int[Array, "n E"], slots: int, capacity: int) -> Groups:
     """`group` with `capacity` rows for each group, whole blocks, whatever arrives. Arriving rows
     beyond the capacity have no place."""
+    assert capacity % BLOCK == 0
     count = received.shape[1]
     of_block = jnp.repeat(jnp.arange(count), capacity // BLOCK)
     ends = jnp.arange(1, count + 1) * (capacity // BLOCK)

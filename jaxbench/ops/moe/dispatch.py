@@ -95,17 +95,15 @@ def dispatch(
             groups = _from_tokens(groups, routes, cfg.top_k)
             routes = Routes(groups.place.reshape(experts.shape), None)
             tokens, slot_gates = x.reshape(-1, x.shape[-1]), gates.reshape(-1, 1)
-        else:
-            routes = _kept(routes)
+        elif cfg.slots == "own":
+            before = _exchange(jnp.cumsum(received, axis=0) - received, 0, 0)
+            slot = _with_room(routes.slot, experts, sent, capacity - before, slots)
+            routes = routes._replace(slot=slot)
+        routes, groups = _kept((routes, groups))
+        if ranks > 1:
             tokens, slot_gates = _exchange(in_slots(x, gates, routes), 0, 0)
-            if cfg.slots == "own":
-                before = _exchange(jnp.cumsum(received, axis=0) - received, 0, 0)
-                slot = _with_room(routes.slot, experts, sent, capacity - before, slots)
-                routes = routes._replace(slot=slot)
-        routes = _kept(routes._replace(groups=groups))
-        place, row = routes.groups.place, routes.groups.row
-        slot_gates = permute(slot_gates, place[:, None], row)
-        return tokens, save(slot_gates[:, 0], ALWAYS), routes
+        slot_gates = permute(slot_gates, groups.place[:, None], groups.row)
+        return tokens, save(slot_gates[:, 0], ALWAYS), routes._replace(groups=groups)
 
     local = dropless if cfg.dropless else with_capacity
     dims = "slots" if cfg.dropless else "experts capacity"
@@ -292,7 +290,7 @@ def _expected(assignments: int, cfg: ExpertsConfig, slots: int) -> int:
 def rank_slots(tokens: int, cfg: ExpertsConfig, ranks: int) -> int:
     """With slots of a rank: those that a device with this number of tokens has for each rank. It
     is `rank_capacity_factor` times a fair share, but at most what any choice of experts can
-    need."""
+    need. A single rank has a slot for every token."""
     share = tokens * cfg.top_k / ranks
     most = tokens * min(cfg.top_k, cfg.count // ranks)
-    return min(math.ceil(share * cfg.rank_capacity_factor), most)
+    return most if ranks == 1 else min(math.ceil(share * cfg.rank_capacity_factor), most)

@@ -160,7 +160,8 @@ def _packed(*both: Blocks) -> tuple[Blocks, ...]:
 @dataclass(frozen=True)
 class Matmuls:
     """The matmuls of one device, which `dot` uses. These are XLA's, with dense weights. Subclasses
-    are Transformer Engine's (`te_blocks`) and the grouped ones (`ops.grouped.scaled`)."""
+    are Transformer Engine's (`te_blocks`) and those of groups (`ops.grouped.scaled` and
+    `ops.grouped.batched`)."""
 
     def quantize(
         self, x: Array, precision: Precision, side: str, draw: Array | None
