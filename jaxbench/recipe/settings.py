@@ -44,8 +44,8 @@ SAVEABLE = (
 )  # fmt: skip
 """The activations that a remat policy can save, in the order in which a layer computes them.
 `latent` are the latents of latent attention, from which queries, keys and values are projected, and
-the sum of experts in a latent space. `dispatched` are the permuted tokens that the experts of a
-rank receive. `mamba` is the input of a Mamba-2 mixer's output projection."""
+the sum of experts in a latent space. `dispatched` are the tokens that the experts of a rank
+receive. `mamba` is the input of a Mamba-2 mixer's output projection."""
 
 INPUT = "input"
 """The input of each block of layers, which every remat policy saves. Only `offload` uses this
@@ -212,8 +212,8 @@ class Execution:
     on GPUs where they can compute the model's mixers"""
     grouped_matmul: Literal["auto", "pallas", "xla", "batched"] = "auto"
     """grouped matmuls of dropless experts: `xla` copies an expert's weights for each block of 128
-    tokens; `batched` is one batched matmul, for `model.experts.slots` = `own`; `auto` is Pallas
-    kernels on GPUs where they can multiply"""
+    tokens; `batched` is one batched matmul, for `model.experts.slots` = `own`; `auto` is what the
+    slots need, and with shared ones Pallas kernels on GPUs where they can multiply"""
     expert_parts: int = 1
     """parts of a microbatch that the experts of a layer compute one after the other. The exchanges
     of one part are then hidden behind the matmuls of another. Each part has its own slots of
