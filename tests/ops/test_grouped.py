@@ -229,7 +229,7 @@ def test_kernels_multiply_the_rows_that_arrive(benchmark, of):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", ["xla", "pallas"])
 def test_products_of_a_real_layer_compile(benchmark, name):
     """Those of Qwen3 30B on 8 ranks. XLA (jax 0.11.2) aborts here if told that the blocks whose
     gradients it sums are sorted."""
