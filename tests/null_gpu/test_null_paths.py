@@ -31,7 +31,7 @@ ROWS: dict[str, dict] = {
     "nemotron3_nano_30b_a3b_bf16": {"expert": 2, "tensor": 2, "layers": 3, "pattern": "M*E"},
     "nemotron3_super_120b_a12b_fp8": {"expert": 2, "layers": 3, "pattern": "M*E"},
     "deepseek_v3_bf16": {"pipeline": 2, "expert": 2},
-    "gpt_oss_120b_fp8": {"fsdp": 2, "expert": 2, "layers": 2},
+    "gpt_oss_120b_fp8": {"fsdp": 2, "expert": 2, "layers": 2, "slots": "own"},
     "nemotron4_340b_bf16": {"pipeline": 2, "tensor": 2, "layers": 2},
     "nemotronh_56b_fp8": {"tensor": 2, "layers": 4},
 }
@@ -53,6 +53,8 @@ def small_row(recipe, folder):
     row.pop("data", None)  # the GPUs that the other axes leave
     if pattern := row.pop("pattern", None):
         row["model"] |= {"pattern": pattern}
+    if slots := row.pop("slots", None):
+        row["model"]["experts"] |= {"slots": slots}
     path = folder / f"{recipe}.yaml"
     path.write_text(yaml.safe_dump(contents | {"rows": {gpus: row}}))
     return path, gpus
