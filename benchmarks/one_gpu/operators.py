@@ -321,10 +321,10 @@ def grouped_matmuls(ctx: Context) -> Iterator[Case]:
             def function(x, w, dy, counts):
                 groups = group(counts, rows, rows)
                 x, w, dy = x.astype(values), w.astype(values), dy.astype(gradients)
-                scale = jnp.ones(1) if x.itemsize == 1 else None
+                scales = (jnp.ones(()), jnp.ones(())) if x.itemsize == 1 else None
                 dy = jnp.take(dy, groups.row, axis=0, mode="fill", fill_value=0)
-                y = by.to_permuted(x, w, groups, scale)
-                return y, by.from_permuted(dy, w, groups, scale), by.weights(x, dy, groups, scale)
+                y = by.to_permuted(x, w, groups, scales)
+                return y, by.from_permuted(dy, w, groups, scales), by.weights(x, dy, groups, scales)
 
             return function
 

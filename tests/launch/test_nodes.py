@@ -36,7 +36,7 @@ def hidden(cluster, path):
     try:
         yield
     finally:
-        subprocess.run([*space, "umount", path], check=True)
+        subprocess.run([*space, "umount", "--lazy", path], check=True)
 
 
 def test_the_node_that_lacks_something_is_named_at_once(cluster, tmp_path):

@@ -189,8 +189,8 @@ def test_a_matmul_is_the_same_with_all_sizes_that_a_tuner_may_choose(case):
     shapes = {"x": (groups.place.size, 512), "w": (4, 512, 256), "y": (groups.row.size, 256)}
     values = {k: jnp.asarray(RNG.integers(-2, 3, shape), dtype) for k, shape in shapes.items()}
     operands = {"to_permuted": "xw", "from_permuted": "yw", "weights": "xy"}[name]
-    scale = jnp.ones(1) if values["x"].itemsize == 1 else None
-    multiply = partial(interpreted(name), *(values[k] for k in operands), groups, scale)
+    scales = (jnp.ones(1), jnp.ones(1)) if values["x"].itemsize == 1 else None
+    multiply = partial(interpreted(name), *(values[k] for k in operands), groups, scales)
     with using(choices := Choices()):
         jax.eval_shape(multiply)
     (case,) = choices.asked.values()
@@ -250,13 +250,13 @@ def test_products_of_fp8_operands(name):
     x = jnp.asarray(RNG.normal(size=(3 * SLOTS, D)), VALUES)
     dy = jnp.asarray(RNG.normal(size=(filled.size, N)) * filled[:, None], GRADIENTS)
     w = jnp.asarray(RNG.normal(size=(4, D, N)), VALUES)
-    scale = jnp.asarray(0.375, jnp.float32)
+    scales = jnp.asarray(1.5, jnp.float32), jnp.asarray(0.25, jnp.float32)
     to_permuted, from_permuted, weights = PRODUCTS[name]
     wide = [jnp.asarray(a, jnp.float32) for a in (x, w, dy)]
     for actual, expected in (
-        (to_permuted(x, w, groups, scale), xla.to_permuted(wide[0], wide[1], groups)),
-        (from_permuted(dy, w, groups, scale), xla.from_permuted(wide[2], wide[1], groups)),
-        (weights(x, dy, groups, scale), xla.weights(wide[0], wide[2], groups)),
+        (to_permuted(x, w, groups, scales), xla.to_permuted(wide[0], wide[1], groups)),
+        (from_permuted(dy, w, groups, scales), xla.from_permuted(wide[2], wide[1], groups)),
+        (weights(x, dy, groups, scales), xla.weights(wide[0], wide[2], groups)),
     ):
         assert actual.dtype == jnp.bfloat16
         rows = np.asarray(groups.place) != NONE if len(actual) == len(x) else slice(None)

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 from jaxbench import mesh
 from jaxbench.ops import implementations, quantized
 from jaxbench.ops.grouped import xla
-from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, equal_groups, group
+from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, Scales, equal_groups, group
 from jaxbench.ops.implementations import TRITON, lazy
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import BLOCKS, Execution
@@ -51,7 +51,7 @@ class Implementation:
     `weights` multiplies both kinds of rows and sums over each group; its result is the gradient of
     the weights.
 
-    A matmul of FP8 operands multiplies its result by a `scale`. Rows of padding are zero in
+    A matmul of FP8 operands multiplies its result by their `scales`. Rows of padding are zero in
     permuted results and undefined among arriving rows. `block_matmuls` makes the
     `block_scaled.Matmuls` of groups. `refusal` returns why the implementation cannot multiply by a
     model's experts in a dtype on a platform, or None. `calls` are the custom calls that a compiled
@@ -148,25 +148,25 @@ def biased(
 @dataclass(frozen=True)
 class _GroupedMatmul:
     """A matmul of one device's rows, into the permuted order or out of it, and its gradients.
-    `scale` is the scale of FP8 operands."""
+    `scales` are those of FP8 operands."""
 
     implementation: str
     into: bool
 
-    def result(self, x: Array, w: Array, groups: Groups, scale: Array | None = None) -> Array:
+    def result(self, x: Array, w: Array, groups: Groups, scales: Scales | None = None) -> Array:
         implementation, matrices = IMPLEMENTATIONS[self.implementation], _flat(w, 2)
         if self.into:
-            y = implementation.to_permuted(x, matrices, groups, scale)
+            y = implementation.to_permuted(x, matrices, groups, scales)
             return y.reshape(-1, *w.shape[2:])
-        return groups.summed(implementation.from_permuted(_flat(x, 1), matrices, groups, scale))
+        return groups.summed(implementation.from_permuted(_flat(x, 1), matrices, groups, scales))
 
-    def of_input(self, dy: Array, w: Array, groups: Groups, scale: Array | None = None) -> Array:
-        return replace(self, into=not self.into).result(dy, w, groups, scale)
+    def of_input(self, dy: Array, w: Array, groups: Groups, scales: Scales | None = None) -> Array:
+        return replace(self, into=not self.into).result(dy, w, groups, scales)
 
-    def of_weight(self, x: Array, dy: Array, groups: Groups, scale: Array | None = None) -> Array:
+    def of_weight(self, x: Array, dy: Array, groups: Groups, scales: Scales | None = None) -> Array:
         arriving, permuted = (x, dy) if self.into else (dy, x)
         weights = IMPLEMENTATIONS[self.implementation].weights
-        grad = weights(arriving, _flat(permuted, 1), groups, scale)
+        grad = weights(arriving, _flat(permuted, 1), groups, scales)
         return grad.reshape(*grad.shape[:2], *permuted.shape[1:])
 
 
@@ -179,13 +179,13 @@ class _Fp8Matmul(quantized.Matmul):
     groups: Groups
 
     def result(self, x, scale_inv_x, w, scale_inv_w) -> Array:
-        return self.grouped.result(x, w, self.groups, scale_inv_x * scale_inv_w)
+        return self.grouped.result(x, w, self.groups, (scale_inv_x, scale_inv_w))
 
     def of_input(self, dy, scale_inv_dy, w, scale_inv_w) -> Array:
-        return self.grouped.of_input(dy, w, self.groups, scale_inv_dy * scale_inv_w)
+        return self.grouped.of_input(dy, w, self.groups, (scale_inv_dy, scale_inv_w))
 
     def of_weight(self, x, scale_inv_x, dy, scale_inv_dy) -> Array:
-        return self.grouped.of_weight(x, dy, self.groups, scale_inv_x * scale_inv_dy)
+        return self.grouped.of_weight(x, dy, self.groups, (scale_inv_x, scale_inv_dy))
 
 
 def _dot(grouped: _GroupedMatmul, x: Array, w: Weight, groups: Groups) -> Array:

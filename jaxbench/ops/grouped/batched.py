@@ -12,33 +12,34 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxbench.ops.dense import contract
-from jaxbench.ops.grouped.groups import Groups, result_dtype
+from jaxbench.ops.grouped.groups import Groups, Scales
 from jaxbench.ops.quantized.block_formats import Blocks
 from jaxbench.ops.quantized.block_scaled import Matmuls, multiply, quantize_activation
 from jaxbench.ops.quantized.kernels import SPAN, Rows
+from jaxbench.ops.quantized.operand import multiply as multiply_fp8
 from jaxbench.recipe.settings import Precision
 
 
 def to_permuted(
-    x: Float[Array, "A D"], w: Float[Array, "E D N"], groups: Groups, scale: Array | None = None
+    x: Float[Array, "A D"], w: Float[Array, "E D N"], groups: Groups, scales: Scales | None = None
 ) -> Float[Array, "R N"]:
     """`Implementation.to_permuted`."""
-    return _merged(_multiply("ERD,EDN->ERN", _permuted(x, groups), w, scale))
+    return _merged(_multiply("ERD,EDN->ERN", _permuted(x, groups), w, scales))
 
 
 def from_permuted(
-    y: Float[Array, "R N"], w: Float[Array, "E D N"], groups: Groups, scale: Array | None = None
+    y: Float[Array, "R N"], w: Float[Array, "E D N"], groups: Groups, scales: Scales | None = None
 ) -> Float[Array, "uses D"]:
     """`Implementation.from_permuted`."""
-    x = _multiply("ERN,EDN->ERD", _split(y, groups), w, scale)
+    x = _multiply("ERN,EDN->ERD", _split(y, groups), w, scales)
     return _take(_merged(x), groups.place)
 
 
 def weights(
-    x: Float[Array, "A D"], y: Float[Array, "R N"], groups: Groups, scale: Array | None = None
+    x: Float[Array, "A D"], y: Float[Array, "R N"], groups: Groups, scales: Scales | None = None
 ) -> Float[Array, "E D N"]:
     """`Implementation.weights`."""
-    return _multiply("ERD,ERN->EDN", _permuted(x, groups), _split(y, groups), scale)
+    return _multiply("ERD,ERN->EDN", _permuted(x, groups), _split(y, groups), scales)
 
 
 @jax.tree_util.register_dataclass
@@ -64,10 +65,11 @@ class BlockMatmuls(Matmuls):
         return y if side == "first" else self.groups.summed(_take(y, self.groups.place))
 
 
-def _multiply(equation: str, a: Array, b: Array, scale: Array | None) -> Array:
-    """A matmul in bf16. Of FP8 operands XLA makes an FP8 matmul with this scale."""
-    a, b = (x.astype(result_dtype(x)) for x in (a, b))
-    return contract(equation, a if scale is None else a * scale.astype(a.dtype), b)
+def _multiply(equation: str, a: Array, b: Array, scales: Scales | None) -> Array:
+    """A matmul in bf16. If operands are in FP8, XLA makes an FP8 matmul with these scales."""
+    if scales is None:
+        return contract(equation, a, b)
+    return multiply_fp8(equation, a, scales[0], b, scales[1])
 
 
 def _permuted(x: Float[Array, "A D"], groups: Groups) -> Float[Array, "E rows D"]:

@@ -126,6 +126,15 @@ def _maps(
     return row, place.reshape(-1)
 
 
+Scales = tuple[Array, Array]
+"""The inverse scales of both operands of an FP8 matmul, each of them a bf16 number."""
+
+
+def product_of(scales: Scales | None) -> Array | None:
+    """The scale of a result of FP8 operands, in fp32."""
+    return None if scales is None else scales[0] * scales[1]
+
+
 def result_dtype(x: Array) -> Any:
     """The dtype of a result: the dtype of the operands, or bf16 for FP8 operands."""
     return jnp.bfloat16 if x.itemsize == 1 else x.dtype

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from jaxbench.ops.grouped.groups import BLOCK, Groups, result_dtype
+from jaxbench.ops.grouped.groups import BLOCK, Groups, Scales, product_of, result_dtype
 from jaxbench.ops.kernel_sizes import tunable
 from jaxbench.ops.pallas_call import (
     Inputs,
@@ -95,7 +95,7 @@ def to_permuted(
     x: Float[Array, "A D"],
     w: Float[Array, "E D N"],
     groups: Groups,
-    scale: Array | None = None,
+    scales: Scales | None = None,
     *,
     sizes: Sizes,
     interpret: bool = False,
@@ -115,7 +115,7 @@ def to_permuted(
             "w": (w, of_w),
             "row": (groups.source, pl.BlockSpec((BLOCK,), lambda n, b: (b,))),
             "group": (groups.group, pl.BlockSpec((1,), lambda n, b: (b,))),
-            **scale_input(scale),
+            **scale_input(product_of(scales)),
         },
         {"y": Output(y, result_dtype(x), pl.BlockSpec((BLOCK, width), lambda n, b: (b, n)))},
         sizes.launch, **_cost(shape, groups, (x.itemsize, 2)), interpret=interpret,
@@ -127,7 +127,7 @@ def from_permuted(
     y: Float[Array, "R N"],
     w: Float[Array, "E D N"],
     groups: Groups,
-    scale: Array | None = None,
+    scales: Scales | None = None,
     *,
     sizes: Sizes,
     interpret: bool = False,
@@ -143,7 +143,7 @@ def from_permuted(
             "w": (w, pl.BlockSpec((w.shape[0], width, w.shape[2]), lambda d, b: (0, d, 0))),
             "row": (groups.row, pl.BlockSpec((BLOCK,), lambda d, b: (b,))),
             "group": (groups.group, pl.BlockSpec((1,), lambda d, b: (b,))),
-            **scale_input(scale),
+            **scale_input(product_of(scales)),
         },
         {"x": Output(x, result_dtype(y), pl.BlockSpec((x[0], width), lambda d, b: (0, d)))},
         sizes.launch, **_cost(w.shape, groups, (2, y.itemsize)), interpret=interpret,
@@ -155,7 +155,7 @@ def weights(
     x: Float[Array, "A D"],
     y: Float[Array, "R N"],
     groups: Groups,
-    scale: Array | None = None,
+    scales: Scales | None = None,
     *,
     sizes: Sizes,
     interpret: bool = False,
@@ -180,7 +180,7 @@ def weights(
     return call(
         partial(_weights, depth=sizes.depth), "grouped_weights",
         (w[2] // tile[1], w[1] // tile[0], w[0]),
-        {**operands, "ends": (groups.ends, whole(groups.ends)), **scale_input(scale)},
+        {**operands, "ends": (groups.ends, whole(groups.ends)), **scale_input(product_of(scales))},
         {"w": Output(w, result_dtype(x), pl.BlockSpec((None, *tile), lambda n, d, e: (e, d, n)))},
         sizes.launch, **cost, interpret=interpret,
     )["w"]  # fmt: skip

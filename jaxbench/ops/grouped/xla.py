@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxbench.ops.grouped.groups import BLOCK, Groups, result_dtype
+from jaxbench.ops.grouped.groups import BLOCK, Groups, Scales, product_of, result_dtype
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import BLOCKS
 
@@ -22,37 +22,38 @@ def refusal(cfg: ModelConfig, dtype: str, platform: str) -> str | None:
 
 
 def to_permuted(
-    x: Float[Array, "A D"], w: Float[Array, "E D N"], groups: Groups, scale: Array | None = None
+    x: Float[Array, "A D"], w: Float[Array, "E D N"], groups: Groups, scales: Scales | None = None
 ) -> Float[Array, "R N"]:
     """`Implementation.to_permuted`."""
-    return _rows("bRD,bDN->bRN", _blocks(_take(x, groups.source)), _copies(w, groups), scale)
+    return _rows("bRD,bDN->bRN", _blocks(_take(x, groups.source)), _copies(w, groups), scales)
 
 
 def from_permuted(
-    y: Float[Array, "R N"], w: Float[Array, "E D N"], groups: Groups, scale: Array | None = None
+    y: Float[Array, "R N"], w: Float[Array, "E D N"], groups: Groups, scales: Scales | None = None
 ) -> Float[Array, "uses D"]:
     """`Implementation.from_permuted`."""
-    return _take(_rows("bRN,bDN->bRD", _blocks(y), _copies(w, groups), scale), groups.place)
+    return _take(_rows("bRN,bDN->bRD", _blocks(y), _copies(w, groups), scales), groups.place)
 
 
 def weights(
-    x: Float[Array, "A D"], y: Float[Array, "R N"], groups: Groups, scale: Array | None = None
+    x: Float[Array, "A D"], y: Float[Array, "R N"], groups: Groups, scales: Scales | None = None
 ) -> Float[Array, "E D N"]:
     """`Implementation.weights`."""
-    blocks = _multiply("bRD,bRN->bDN", _blocks(_take(x, groups.source)), _blocks(y), scale)
+    blocks = _multiply("bRD,bRN->bDN", _blocks(_take(x, groups.source)), _blocks(y), scales)
     total = jax.ops.segment_sum(blocks, groups.group, groups.ends.size)
     return total.astype(result_dtype(x))
 
 
-def _multiply(equation: str, a: Array, b: Array, scale: Array | None) -> Array:
+def _multiply(equation: str, a: Array, b: Array, scales: Scales | None) -> Array:
     """A matmul in fp32. FP8 operands are first converted to bf16, which is exact."""
     a, b = (x.astype(result_dtype(x)) for x in (a, b))
     y = jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
+    scale = product_of(scales)
     return y if scale is None else y * scale
 
 
-def _rows(equation: str, x: Array, w: Array, scale: Array | None) -> Array:
-    y = _multiply(equation, x, w, scale).astype(result_dtype(x))
+def _rows(equation: str, x: Array, w: Array, scales: Scales | None) -> Array:
+    y = _multiply(equation, x, w, scales).astype(result_dtype(x))
     return y.reshape(-1, y.shape[-1])
 
 
