@@ -241,10 +241,14 @@ def test_products_of_a_real_layer_compile(benchmark, name):
         assert found["launches"] == 1 or name == "xla"
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_products_of_fp8_operands(name):
+@pytest.mark.parametrize(
+    ("name", "platform"), [*((n, "cpu") for n in PRODUCTS), ("batched", "gpu")]
+)
+def test_products_of_fp8_operands(name, platform, monkeypatch):
     """Exact but for sums and the rounding to bf16: two FP8 numbers multiply exactly in fp32, and
-    this scale times an FP8 number is a bf16 number."""
+    these scales times an FP8 number are bf16 numbers. On a GPU the second scale multiplies the
+    result, exactly if it is a power of two."""
+    monkeypatch.setattr(batched.mesh, "platform", lambda: platform)
     groups = groups_of(name, RECEIVED["some"])
     filled = np.asarray(groups.row) != NONE
     x = jnp.asarray(RNG.normal(size=(3 * SLOTS, D)), VALUES)

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxbench import mesh
 from jaxbench.ops.dense import contract
-from jaxbench.ops.grouped.groups import Groups, Scales
+from jaxbench.ops.grouped.groups import Groups, Scales, result_dtype
 from jaxbench.ops.quantized.block_formats import Blocks
 from jaxbench.ops.quantized.block_scaled import Matmuls, multiply, quantize_activation
 from jaxbench.ops.quantized.kernels import SPAN, Rows
@@ -66,10 +67,19 @@ class BlockMatmuls(Matmuls):
 
 
 def _multiply(equation: str, a: Array, b: Array, scales: Scales | None) -> Array:
-    """A matmul in bf16. If operands are in FP8, XLA makes an FP8 matmul with these scales."""
+    """A matmul in bf16. On a GPU XLA makes an FP8 matmul of FP8 operands, with the first scale.
+
+    The second one multiplies the result there. With a scale on both operands XLA (jax 0.11.2) makes
+    bf16 matmuls of two of the three. The product of both is no bf16 number, so its rounding would
+    be in every element.
+    """
     if scales is None:
         return contract(equation, a, b)
-    return multiply_fp8(equation, a, scales[0], b, scales[1])
+    if mesh.platform() != "gpu":
+        return multiply_fp8(equation, a, scales[0], b, scales[1])
+    a, b = (x.astype(result_dtype(x)) for x in (a, b))
+    y = contract(equation, a * scales[0].astype(a.dtype), b)
+    return (y.astype(jnp.float32) * scales[1]).astype(y.dtype)
 
 
 def _permuted(x: Float[Array, "A D"], groups: Groups) -> Float[Array, "E rows D"]:
