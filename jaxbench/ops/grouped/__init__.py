@@ -46,10 +46,9 @@ class Implementation:
     """The three matmuls of one device's rows and groups, with weights `[E, D, N]`.
 
     `to_permuted` multiplies arriving rows by the weights; its result is permuted rows.
-    `from_permuted` multiplies permuted rows by the transposed weights; its result has a
-    row for each use of an arriving row.
-    `weights` multiplies both kinds of rows and sums over each group; its result is the gradient of
-    the weights.
+    `from_permuted` multiplies permuted rows by the transposed weights; its result has a row for
+    each use of an arriving row. `weights` multiplies both kinds of rows and sums over each group;
+    its result is the gradient of the weights.
 
     A matmul of FP8 operands multiplies its result by their `scales`. Rows of padding are zero in
     permuted results and undefined among arriving rows. `block_matmuls` makes the
@@ -99,7 +98,7 @@ def choose(execution: Execution, cfg: ModelConfig, dtype: str, platform: str) ->
     implementation cannot do it, or with `auto` if none can."""
 
     def refusal(name: str) -> str | None:
-        if not (cfg.experts and cfg.dropless):
+        if cfg.experts is None or not cfg.experts.dropless:
             return None
         needed = "own" if name == "batched" else "shared"
         if cfg.experts.slots != needed:

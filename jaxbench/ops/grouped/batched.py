@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxbench import mesh
 from jaxbench.ops.dense import contract
-from jaxbench.ops.grouped.groups import Groups, Scales, result_dtype
+from jaxbench.ops.grouped.groups import Groups, Scales, result_dtype, take
 from jaxbench.ops.quantized.block_formats import Blocks
 from jaxbench.ops.quantized.block_scaled import Matmuls, multiply, quantize_activation
 from jaxbench.ops.quantized.kernels import SPAN, Rows
@@ -33,7 +33,7 @@ def from_permuted(
 ) -> Float[Array, "uses D"]:
     """`Implementation.from_permuted`."""
     x = _multiply("ERN,EDN->ERD", _split(y, groups), w, scales)
-    return _take(_merged(x), groups.place)
+    return take(_merged(x), groups.place)
 
 
 def weights(
@@ -63,7 +63,7 @@ class BlockMatmuls(Matmuls):
 
     def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
         y = _merged(multiply(rows, w))
-        return y if side == "first" else self.groups.summed(_take(y, self.groups.place))
+        return y if side == "first" else self.groups.summed(take(y, self.groups.place))
 
 
 def _multiply(equation: str, a: Array, b: Array, scales: Scales | None) -> Array:
@@ -83,11 +83,7 @@ def _multiply(equation: str, a: Array, b: Array, scales: Scales | None) -> Array
 
 
 def _permuted(x: Float[Array, "A D"], groups: Groups) -> Float[Array, "E rows D"]:
-    return _split(_take(x, groups.source), groups)
-
-
-def _take(x: Array, index: Int[Array, " R"]) -> Array:
-    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+    return _split(take(x, groups.source), groups)
 
 
 def _split(x: Float[Array, "R D"], groups: Groups) -> Float[Array, "E rows D"]:

@@ -1,5 +1,5 @@
-"""The order of rows by group, and the dtype of results, which all implementations share. The order
-is a pair of index maps, computed from counts alone, without a sort."""
+"""The order of rows by group, and what else all implementations share. The order is a pair of index
+maps, computed from counts alone, without a sort."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -104,7 +104,8 @@ def _maps(
     capacity: int | None = None,
 ) -> tuple[Int[Array, " R"], Int[Array, " A"]]:
     """`row` and `place` of `Groups`, if `first` is the first permuted row of each group, and
-    `of_row` the group of each permuted row."""
+    `of_row` the group of each permuted row. Without a `capacity` each group has room for its rows.
+    """
     ranks, count = received.shape
     before = jnp.cumsum(received, axis=0) - received  # rows of a group from earlier ranks
     sent = jnp.cumsum(received, axis=1)  # rows of a rank up to the end of each group
@@ -124,6 +125,11 @@ def _maps(
     filled, rank = rank < ranks, jnp.minimum(rank, ranks - 1)
     row = jnp.where(filled, rank * slots + permuted - shift[rank, of_row], NONE)
     return row, place.reshape(-1)
+
+
+def take(x: Array, index: Int[Array, " R"]) -> Array:
+    """The rows of these indices; zeros for `NONE`."""
+    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
 
 
 Scales = tuple[Array, Array]

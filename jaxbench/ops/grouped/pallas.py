@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from jaxbench.ops.grouped.groups import BLOCK, Groups, Scales, product_of, result_dtype
+from jaxbench.ops.grouped.groups import BLOCK, Groups, Scales, product_of, result_dtype, take
 from jaxbench.ops.kernel_sizes import tunable
 from jaxbench.ops.pallas_call import (
     Inputs,
@@ -223,7 +223,7 @@ def _permuted(x: Float[Array, "A D"], groups: Groups) -> Float[Array, "R D"]:
     elements, XLA would fuse the gather with the transpose that follows into one kernel that is ten
     times slower than memory."""
     words = jax.lax.bitcast_convert_type(x.reshape(len(x), -1, 4), jnp.uint32)
-    words = jnp.take(words, groups.source, axis=0, mode="fill", fill_value=0)
+    words = take(words, groups.source)
     return jax.lax.bitcast_convert_type(words, x.dtype).reshape(-1, x.shape[1])
 
 

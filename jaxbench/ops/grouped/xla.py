@@ -7,9 +7,9 @@ times the FLOPs on H100 and B200.)
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxbench.ops.grouped.groups import BLOCK, Groups, Scales, product_of, result_dtype
+from jaxbench.ops.grouped.groups import BLOCK, Groups, Scales, product_of, result_dtype, take
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import BLOCKS
 
@@ -25,21 +25,21 @@ def to_permuted(
     x: Float[Array, "A D"], w: Float[Array, "E D N"], groups: Groups, scales: Scales | None = None
 ) -> Float[Array, "R N"]:
     """`Implementation.to_permuted`."""
-    return _rows("bRD,bDN->bRN", _blocks(_take(x, groups.source)), _copies(w, groups), scales)
+    return _rows("bRD,bDN->bRN", _blocks(take(x, groups.source)), _copies(w, groups), scales)
 
 
 def from_permuted(
     y: Float[Array, "R N"], w: Float[Array, "E D N"], groups: Groups, scales: Scales | None = None
 ) -> Float[Array, "uses D"]:
     """`Implementation.from_permuted`."""
-    return _take(_rows("bRN,bDN->bRD", _blocks(y), _copies(w, groups), scales), groups.place)
+    return take(_rows("bRN,bDN->bRD", _blocks(y), _copies(w, groups), scales), groups.place)
 
 
 def weights(
     x: Float[Array, "A D"], y: Float[Array, "R N"], groups: Groups, scales: Scales | None = None
 ) -> Float[Array, "E D N"]:
     """`Implementation.weights`."""
-    blocks = _multiply("bRD,bRN->bDN", _blocks(_take(x, groups.source)), _blocks(y), scales)
+    blocks = _multiply("bRD,bRN->bDN", _blocks(take(x, groups.source)), _blocks(y), scales)
     total = jax.ops.segment_sum(blocks, groups.group, groups.ends.size)
     return total.astype(result_dtype(x))
 
@@ -63,7 +63,3 @@ def _blocks(x: Float[Array, "R D"]) -> Float[Array, "blocks rows D"]:
 
 def _copies(w: Float[Array, "E D N"], groups: Groups) -> Float[Array, "blocks D N"]:
     return jnp.take(w, groups.group, axis=0, mode="clip")
-
-
-def _take(x: Array, index: Int[Array, " R"]) -> Array:
-    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)

@@ -65,7 +65,7 @@ class Rows:
     beyond the activation makes a row of zeros. With None all rows stay in their places. `filled` is
     0 for each span of `SPAN` rows that is left out; the results of such rows are undefined.
     `expected` is the number of rows in the other spans; plans use it. The results are those of `[E,
-    T / E, F]`, with this number of `experts`.
+    T / E, F]`, with this number of `experts`; more than one need an `index`.
     """
 
     index: Int[Array, " T"] | None
