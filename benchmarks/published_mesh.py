@@ -10,6 +10,7 @@ much of a row's gain comes from the mesh.
 Tensor, pipeline, context and expert axes, virtual stages and microbatch are those of
 configs/published.csv. FSDP takes the GPUs that are left, as Megatron's distributed optimizer does.
 What is saved for the backward pass is not in that table, so a search chooses it (`CANDIDATES`).
+It begins with what the same layout saves on another number of GPUs, if that is known.
 Results are kept in published_mesh.csv, and plans in results/plan.
 """
 
@@ -44,6 +45,12 @@ MARK = "<!-- published mesh -->"
 CANDIDATES = 4
 """Programs that are compiled for each row, at most."""
 
+FROM_NEIGHBOUR = 2
+"""The same for a row whose search begins with what a neighbour saves."""
+
+IN_HOST = ", in host memory "
+"""Between what is saved and what of it is offloaded, in the table."""
+
 CHOSEN = frozenset({*candidates.POLICY, "execution.xla_flags"})
 """The settings that the search may change."""
 
@@ -72,14 +79,19 @@ class Published:
     def target(self) -> systems.Target:
         return systems.find(self.row.gpu_type)
 
-    def settings(self) -> list[str]:
-        """The `--set` entries of the published mesh. Megatron's expert ranks may span the tensor
-        ranks of attention; ours do not, so they are at most the rest of the GPUs."""
+    def settings(self, saved: str = "full") -> list[str]:
+        """The `--set` entries of the published mesh, and what is saved for the backward pass.
+        Megatron's expert ranks may span the tensor ranks of attention; ours do not, so they are at
+        most the rest of the GPUs. Megatron may also split an expert among tensor ranks; on ours
+        each has whole experts, so there are at most as many ranks as experts."""
         axes = {axis: int(self.line[column] or 1) for column, axis in AXES.items()}
         left = self.row.gpus // (axes["tensor"] * axes["pipeline"] * axes["context"])
-        axes["expert"] = min(axes["expert"], left)
+        experts = recipes.resolve(self.recipe, self.row.gpus).model.experts
+        most = experts.count // axes["tensor"] if experts else 1
+        axes["expert"] = min(axes["expert"], left, most)
         axes["fsdp"] = left // axes["expert"]
         pipelined = axes["pipeline"] > 1
+        remat, _, offload = saved.partition(IN_HOST)
         axes["virtual_stages"] = int(self.line["vp"] or 1) if pipelined else 1
         return [
             *(f"parallelism.{axis}={size}" for axis, size in axes.items()),
@@ -87,13 +99,13 @@ class Published:
             "execution.xla_flags=tuned",
             "execution.replica_sums=step",
             "execution.expert_parts=1",
-            "execution.remat=full",
-            "execution.offload=none",
+            f"execution.remat={remat}",
+            f"execution.offload={offload or 'none'}",
         ]
 
-    def run(self) -> Run:
-        """Our row on the published mesh, with full remat. Raises RecipeError if it cannot run."""
-        overrides = recipes.parse_overrides(self.settings())
+    def run(self, saved: str = "full") -> Run:
+        """Our row on the published mesh. Raises RecipeError if it cannot run."""
+        overrides = recipes.parse_overrides(self.settings(saved))
         return recipes.resolve(self.recipe, self.row.gpus, overrides=overrides)
 
 
@@ -106,14 +118,26 @@ def rows() -> list[Published]:
     ]
 
 
+def saved_by_neighbour(found: Published) -> str | None:
+    """What the same layout saves on the nearest number of GPUs that is planned."""
+    recipe, gpu, gpus = found.key
+    near = {
+        abs(int(other[2]) - int(gpus)): line["saved"]
+        for other, line in kept().items()
+        if other[:2] == (recipe, gpu) and line["published layout"] == found.layout and line["saved"]
+    }
+    return near[min(near)] if near else None
+
+
 def best_plan(found: Published) -> Plan | str:
     """The fastest plan that fits, or the reason why there is none."""
+    saved = saved_by_neighbour(found)
     try:
-        run = found.run()
+        run = found.run(saved or "full")
     except RecipeError as error:
         return str(error)
-    name = found.row.recipe
-    state = search.run(found.recipe, run, name, CANDIDATES, found.target, free=CHOSEN)
+    limit = FROM_NEIGHBOUR if saved else CANDIDATES
+    state = search.run(found.recipe, run, found.row.recipe, limit, found.target, free=CHOSEN)
     best = state.best()
     if best and (plan := state.tried[best].plan):
         return plan
@@ -133,7 +157,7 @@ def cells(found: Published, plan: Plan | str) -> dict[str, str]:
     if isinstance(plan, str):
         return line | {"failed": plan}
     execution, interval = plan.settings["execution"], plan.forecast.interval
-    host = f", in host memory {execution['offload']}" if execution["offload"] != "none" else ""
+    host = f"{IN_HOST}{execution['offload']}" if execution["offload"] != "none" else ""
     return line | {
         "mesh": plan.mesh,
         "saved": f"{execution['remat']}{host}",

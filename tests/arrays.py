@@ -14,6 +14,7 @@ MESHES = {
     "fsdp": ("parallelism.fsdp=8",),
     "tensor": ("parallelism.tensor=4",),
     "context": ("parallelism.context=4",),
+    "context and tensor": ("parallelism.context=4", "parallelism.tensor=2"),
     "all": ("parallelism.fsdp=2", "parallelism.context=2", "parallelism.tensor=2"),
 }
 

@@ -21,6 +21,8 @@ MESHES = {
     "data 2 x fsdp 2 x tensor 2": ("parallelism.fsdp=2", "parallelism.tensor=2"),
     "fsdp 4 x tensor 2": ("parallelism.fsdp=4", "parallelism.tensor=2"),
     "fsdp 4 x context 2": ("parallelism.fsdp=4", "parallelism.context=2"),
+    # Two ranks of `context` share a key head.
+    "context 4 x tensor 2": ("parallelism.context=4", "parallelism.tensor=2"),
     "fsdp 2 x context 2 x tensor 2": (
         "parallelism.fsdp=2", "parallelism.context=2", "parallelism.tensor=2",
     ),

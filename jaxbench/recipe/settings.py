@@ -406,7 +406,9 @@ class Run:
         divides(ranks, p.ranks, "model.embed", m.embed)
         inner = p.context * p.tensor
         if m.attention:
-            divides("context x tensor", inner, "model.attention.kv_heads", m.attention.kv_heads)
+            kv_heads, heads = m.attention.kv_heads, m.attention.heads
+            divides("parallelism.tensor", p.tensor, "model.attention.kv_heads", kv_heads)
+            divides("context x tensor", inner, "model.attention.heads", heads)
         if latent := m.latent_attention:
             prefix = "model.latent_attention."
             divides("context x tensor", inner, f"{prefix}heads", latent.heads)

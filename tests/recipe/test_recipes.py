@@ -191,7 +191,10 @@ EXPERTS = "model.pattern='*E'", "model.mlp=null", "model.experts={count: 8, top_
             ["parallelism.pipeline=2", "precision.last_bf16_layers=1"],
             "last_bf16_layers = 1: the stages of a pipeline compute alike; expected 0",
         ),
-        (["parallelism.tensor=8"], "context x tensor = 8 must divide model.attention.kv_heads = 4"),
+        (
+            ["parallelism.tensor=8"],
+            "parallelism.tensor = 8 must divide model.attention.kv_heads = 4",
+        ),
         (["model.vocabulary=2047", "parallelism.tensor=2"], "must divide model.vocabulary = 2047"),
         (["model.mlp.ffn=767", "parallelism.tensor=2"], "must divide model.mlp.ffn = 767"),
         (["model.embed=252", "parallelism.fsdp=8"], "must divide model.embed = 252"),

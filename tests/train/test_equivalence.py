@@ -109,7 +109,7 @@ CASES = [
 
 QUICK = [("llama", DENSE, None), ("llama", MIXED, None)]
 SLOW = [
-    ("llama", None, REMAT[2]), ("llama", MIXED, "none"),
+    ("llama", None, REMAT[2]), ("llama", MIXED, "none"), ("llama", "context 4 x tensor 2", None),
     ("gpt3", MIXED, None), ("nemotronh", "tensor 4 x data 2", None),
     ("deepseek3", CONTEXT, None),
     ("grok1, dropless", "data 2 x fsdp 2 x expert 2", None),

@@ -5,10 +5,12 @@ goes into `recipe.settings.Execution.attention`. Remat policies, the check of co
 the plan all read that entry.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
@@ -107,12 +109,16 @@ def attend(
     Over the `context` axis, shards of the sequence are exchanged for shards of the heads and back
     (DeepSpeed-Ulysses; Jacobs et al. 2023). Each rank then attends over whole sequences under the
     kernel's own causal mask. The work is balanced by construction, and sequences stay in their
-    natural order.
+    natural order. If a device has fewer key heads than there are ranks, each is sent to all the
+    ranks that have its queries.
     """
     context = mesh.axes("seq")
 
     def local(q, k, v, *sinks):
         if context:
+            ranks = jax.lax.axis_size(context)
+            copies = ranks // math.gcd(ranks, k.shape[2])
+            k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k, v))
             q, k, v = (jax.lax.all_to_all(x, context, 2, 1, tiled=True) for x in (q, k, v))
         sinks = [_own_heads(s, q.shape[2]) for s in sinks]
         out = IMPLEMENTATIONS[kernel].call(q, k, v, scale, window, *sinks)
