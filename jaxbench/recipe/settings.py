@@ -68,10 +68,10 @@ class Parallelism:
     expert: int = 1
     """expert parallelism; experts are split over expert x tensor"""
     context: int = 1
-    """ranks over which a sequence is split; context x tensor divides the kv heads; 1 if the model
-    has Mamba-2"""
+    """ranks over which a sequence is split; context x tensor divides the heads; 1 if the model has
+    Mamba-2"""
     tensor: int = 1
-    """tensor parallelism"""
+    """tensor parallelism; divides the kv heads"""
 
     def __post_init__(self) -> None:
         positive("parallelism.", self, *(f.name for f in fields(self)))
