@@ -119,7 +119,7 @@ def commands(findings: list[dict]) -> list[str]:
     """`jaxbench check`, and row `1` by the training command."""
     found_then = [f for f in findings if f["check"] == "commands"]
     rates = [
-        [what, f"{rate['measured']:.0f} {rate['unit']}", f"{rate['expected']:.0f}"]
+        [str(f["call"]), what, f"{rate['measured']:.0f} {rate['unit']}", f"{rate['expected']:.0f}"]
         for f in found_then
         for what, rate in f.get("rates", {}).items()
     ]
@@ -139,7 +139,7 @@ def commands(findings: list[dict]) -> list[str]:
         " losses apart from the first run's"
     )
     return [
-        "## Commands", "", *table("`jaxbench check`, measured, expected", rates),
+        "## Commands", "", *table("call, `jaxbench check`, measured, expected", rates),
         *table(columns, lines),
     ]  # fmt: skip
 

@@ -8,6 +8,7 @@ import yaml
 from commands import ROOT
 
 import jaxbench
+from jaxbench.__main__ import main
 from jaxbench.recipe import planned
 
 PACKAGE = Path(jaxbench.__file__).parent
@@ -153,5 +154,18 @@ def test_samples_of_plans_have_the_figures_of_the_table(document):
             assert float(found[name]) == pytest.approx(float(line[column]), rel=0.005), found[0]
 
 
+LISTED = re.compile(r"^\$ jaxbench list (.*)\n((?:.+\n)+?)```$", re.MULTILINE)
+"""A call of `jaxbench list` and some of its lines, as documents show them."""
+
+
+def test_samples_of_lists_are_lines_of_the_command(document, capsys):
+    for words, sample in LISTED.findall(document.read_text()):
+        assert main(["list", *words.split()]) == 0
+        said = {line.rstrip() for line in capsys.readouterr().out.splitlines()}
+        assert {line for line in sample.splitlines() if line != "..."} <= said
+
+
 def test_documents_have_samples_of_plans():
-    assert sum(len(SAMPLE.findall(path.read_text())) for path in DOCUMENTS) >= 3
+    texts = [path.read_text() for path in DOCUMENTS]
+    assert sum(len(SAMPLE.findall(text)) for text in texts) >= 3
+    assert sum(len(LISTED.findall(text)) for text in texts) >= 2

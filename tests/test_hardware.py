@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxbench.base import hardware
+from jaxbench.forecast import tables
 from jaxbench.recipe import published, recipes
 
 CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
@@ -108,3 +109,52 @@ def test_domains_are_filled_evenly(name, count, spread):
         assert below < count < above
         assert gpu.spread(below)
         assert gpu.spread(above)
+
+
+PAGE = Path(__file__).parents[1] / "docs/reference/hardware.md"
+HEADING = """# GPUs that plans know
+
+`plan`, `compare` and `check` assume this about a GPU and its node.
+The table comes from `jaxbench/base/hardware.py`, which has the sources, and from our measurements.
+`pytest --write-golden` writes it.
+`--system` [changes](commands.md#jaxbench-plan) most of it.
+
+- Peaks are dense, in TFLOP/s. *Sustained* is what large matmuls reach under the power limit.
+- A step may use the memory except for 8 %, which libraries need, and 2 GiB of reserve.
+- NVLink, network and host are GB/s of one GPU in one direction.
+- A *domain* is the GPUs that NVLink joins.
+
+GB200 and B200 have half the network of GB300 and B300 here, as the published systems have.
+For an equal network, give `compare` the option `--system gb200:nic=100`.
+
+`train` also runs on A100, H100 PCIe, H100 NVL and H200 NVL, but `plan` cannot compile for them.
+
+"""
+HEADINGS = (
+    "GPU", "bf16 peak", "bf16 sustained", "FP8 peak", "FP8 sustained", "NVFP4 peak", "memory GiB",
+    "a step may use GiB", "memory GB/s", "NVLink", "network", "host", "W", "GPUs per host",
+    "GPUs per domain",
+)  # fmt: skip
+
+
+def line(name: str, gpu: hardware.Gpu) -> str:
+    """The line of a GPU in the table."""
+    measured = tables.load(name).values
+    bf16, fp8 = (min(measured["sustained", dtype].values()) for dtype in ("bf16", "fp8"))
+    peaks = gpu.tflops["bf16"], bf16, gpu.tflops["fp8"], fp8
+    cells = [
+        f"`{name}`", *(f"{peak:.0f}" for peak in peaks), f"{gpu.tflops.get('nvfp4', 0):.0f}",
+        f"{gpu.memory / 2**30:.1f}", f"{gpu.memory_limit / 2**30:.1f}", f"{gpu.bandwidth:.0f}",
+        f"{gpu.nvlink:.0f}", f"{gpu.nic:.0f}", f"{gpu.host:.0f}", f"{gpu.power:.0f}",
+        str(gpu.node), str(gpu.domain),
+    ]  # fmt: skip
+    return f"| {' | '.join('' if cell == '0' else cell for cell in cells)} |"
+
+
+def test_the_page_of_gpus_is_current(request):
+    lines = [f"| {' | '.join(HEADINGS)} |", "|---" * len(HEADINGS) + "|"]
+    lines += [line(name, gpu) for name, gpu in hardware.PLANNED.items()]
+    text = HEADING + "\n".join(lines) + "\n"
+    if request.config.getoption("--write-golden"):
+        PAGE.write_text(text)
+    assert PAGE.read_text() == text, "pytest --write-golden rewrites it"

@@ -40,8 +40,9 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="jaxbench report", examples=EXAMPLES,
         description="Compares runs with published ones. Reads our result folders and the logs of "
-        "the published scripts, at any depth. The exit status is 1 if a run failed, is incomplete, "
-        "or is slow, which means below 95 % of the published throughput.",
+        "the published scripts, at any depth. The exit status is 1 if a run failed, was "
+        "interrupted, is incomplete, or is slow, which means below 95 % of the published "
+        "throughput.",
     )  # fmt: skip
     add = parser.add_argument_group("what to read").add_argument
     add("results", nargs="*", type=Path, metavar="RESULTS", help="folders or logs")
