@@ -84,7 +84,7 @@ class Variables:
     def number(self, *names: str) -> int | None:
         """A variable that is a whole number above zero. None if it is not set."""
         value = self.text(*names)
-        if value is not None and not (value.isdigit() and int(value) > 0):
+        if value is not None and not (value.isdecimal() and int(value) > 0):
             raise RecipeError(f"{names[0]}={value}: expected a whole number above 0")
         return None if value is None else int(value)
 
@@ -159,7 +159,7 @@ def profile_options(
         ranks = ",".join(map(str, train.get("profile_ranks", range(8))))
     if first >= last:
         raise RecipeError(f"profiling from step {first} to step {last} profiles nothing")
-    if not all(rank.isdigit() for rank in ranks.split(",")):
+    if not all(rank.isdecimal() for rank in ranks.split(",")):
         raise RecipeError(f"RUN_CONF_PROFILE_RANKS={ranks}: expected numbers, such as 0,1")
     settings = {"JAXBENCH_NSYS_RANKS": ranks}
     for name in ("RUN_CONF_PROFILE_GPU_METRICS", "RUN_CONF_PROFILE_CPU"):

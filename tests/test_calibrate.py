@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from compiled import collectives_of, needs_compiler
+from mistakes import assert_mistake
 
 from jaxbench.base import hardware
 from jaxbench.base.errors import RecipeError
@@ -66,6 +67,12 @@ def test_without_a_gpu_it_says_so_in_a_line(tmp_path):
         done.stderr == "error: cpu is not a GPU that plan knows; expected one of "
         "h100, h200, b200, b300, gb200, gb300\n"
     )
+
+
+def test_a_missing_folder_is_named_before_anything_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(calibrate, "measure", lambda planned: pytest.fail("it measures"))
+    words = ["--rehearse", "--output", "/nowhere/mine.csv"]
+    assert_mistake(calibrate.main, words, "/nowhere/mine.csv: no such folder", capsys)
 
 
 def test_null_gpus_are_not_measured(tmp_path, monkeypatch, capsys):

@@ -390,6 +390,16 @@ def test_the_command_in_two_processes(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_node_may_have_any_number_of_gpus(tmp_path):
+    status, _, err = commands.run(
+        "--cpu-devices", 3, "--output", tmp_path, "--sizes", module="jaxbench.check"
+    )
+    assert status == 0, err
+    rates = json.loads((tmp_path / "check.json").read_text())["rates"]
+    assert {"all-gather in a node", "reduce-scatter in a node", "all-to-all in a node"} <= {*rates}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "times"), [(["--sizes"], 1), ([], 0)])
 def test_one_gpu_has_no_collectives_by_size(tmp_path, options, times):
     words = ["--cpu-devices", 1, "--output", tmp_path, *options]

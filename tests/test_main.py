@@ -105,6 +105,10 @@ def test_list_without_options_is_a_line_for_each_model(capsys):
     assert re.search(r" bf16 fp8 mxfp8 nvfp4 +H100 4-128, B200 8, GB200 8, GB300 8", line)
 
 
+def test_list_has_no_row_for_0_gpus(capsys):
+    assert_mistake(main, ["list", "--gpus", "0"], "0", capsys)
+
+
 def test_list_says_what_it_leaves_out(capsys):
     assert main(["list", "llama31_8b_bf16"]) == 0
     assert "\n1 row for one GPU: --all" in capsys.readouterr().out

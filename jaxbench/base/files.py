@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxbench.base.errors import RecipeError
+from jaxbench.base.untrusted import read_json
 
 RESERVE_BYTES = 2**18
 """Disk space reserved for a record: several times the size of the largest record."""
@@ -156,7 +157,7 @@ def as_json(content: Any) -> str:
 def json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Empty if the file cannot be read or has no object."""
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -172,7 +173,7 @@ def recorded(folder: Path) -> dict[str, Any]:
     there is neither, and ValueError if the file is no record."""
     run, job = (folder / name for name in RECORDS)
     path = run if run.is_file() else job
-    content = json.loads(path.read_text())
+    content = read_json(path)
     if not isinstance(content, dict) or "status" not in content:
         raise ValueError(f"{path.name}: expected a JSON object with a status")
     return content

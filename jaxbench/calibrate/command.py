@@ -22,7 +22,7 @@ from rich.progress import track
 from jaxbench.base import hardware
 from jaxbench.base.errors import RecipeError
 from jaxbench.base.files import write_whole
-from jaxbench.base.terminal import command
+from jaxbench.base.terminal import check_folder, command
 from jaxbench.base.versions import versions
 from jaxbench.calibrate.arguments import make_parser
 from jaxbench.cluster.timing import collective_kinds, repeated
@@ -227,6 +227,7 @@ def table(gpu: str, device: str, lines: list[str]) -> str:
 def main(argv: Sequence[str] | None) -> int:
     """Runs the command: measures, and writes the file."""
     args = make_parser().parse_args(argv)
+    check_folder("--output", args.output)
     if args.rehearse:
         jax.config.update("jax_platforms", "cpu")
     devices = jax.local_devices()

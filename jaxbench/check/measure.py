@@ -218,9 +218,10 @@ def from_host(cluster: Cluster, kind: str) -> list[Rate]:
 def collectives(cluster: Cluster, kind: str) -> list[Rate]:
     """A collective inside each node, in all nodes at once. The rate counts the bytes that one GPU
     sends."""
-    n, size, name = cluster.devices.shape[1], cluster.sizes.sent, kind.partition(" ")[0]
+    n, name = cluster.devices.shape[1], kind.partition(" ")[0]
     if n == 1:
         return []
+    size = cluster.sizes.sent // (2 * n) * 2 * n  # whole elements for each of n GPUs
     function, buffers = collective_kinds(n)[name]
     work, expected = size * (n - 1) / n / 1e9, None
     if cluster.tables and (us := cluster.tables.values["collective", name].get((n, size))):

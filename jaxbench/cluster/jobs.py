@@ -12,7 +12,9 @@ from typing import Any
 
 from jaxbench.base import files
 from jaxbench.base.errors import RecipeError, counted
+from jaxbench.base.quantity import figure
 from jaxbench.base.terminal import Parser, command, console, plain_table
+from jaxbench.base.untrusted import count_lines, printable
 
 EXAMPLES = """
     jaxbench jobs                            every job of the stage folder
@@ -119,13 +121,18 @@ def queue() -> Queue:
 
 
 def record_of(folder: Path) -> dict[str, Any]:
-    """The record of a job. For a job that has not begun, a record that says only this."""
+    """The record of a job. For a job that has not begun, a record that says only this. A record
+    that cannot be read, or that is malformed, is a failed job's."""
     try:
-        return files.recorded(folder)
+        record = files.recorded(folder)
+        for name, kind in (("status", str), ("recipe", dict), ("slurm", dict)):
+            if not isinstance(record.get(name) or kind(), kind):
+                raise ValueError(f"{name} is {record[name]!r}")
     except FileNotFoundError:
         return {"status": "pending"}
     except (OSError, ValueError) as error:
         return {"status": "failed", "reason": f"its record cannot be read: {error}"}
+    return record
 
 
 LOST = "it left Slurm's queue without an end in its record: its first node may be lost"
@@ -155,7 +162,7 @@ def folders(stage: Path | None) -> dict[str, Path]:
     if not named and not install:
         raise RecipeError("give --stage FOLDER, or set STAGE_PATH, as for launch/submit.sh")
     stages = [Path(named)] if named else [*Path(install or "", "workloads").glob("*")]
-    found = [path for s in stages for path in s.glob("results/*/*/*/*/*") if path.name.isdigit()]
+    found = [path for s in stages for path in s.glob("results/*/*/*/*/*") if path.name.isdecimal()]
     if not found:
         raise RecipeError(f"no job has results in {', '.join(map(str, stages)) or install}")
     return {path.name: path for path in sorted(found, key=lambda path: int(path.name))}
@@ -182,19 +189,17 @@ def described(folder: Path, queued: Queue) -> dict[str, str]:
     record, number = record_of(folder), folder.name
     recipe, ended = record.get("recipe") or {}, record.get("slurm") or {}
     kept = [str(ended.get(key, "")) for key in ("state", "elapsed", "nodes")]
-    seconds = record.get("summary", {}).get("step_time_s", {}).get("mean")
-    steps = folder / "steps.jsonl"
-    told = state(number, record, queued)
-    count = steps.read_bytes().count(b"\n") if steps.exists() else 0
+    seconds = figure(record, "summary", "step_time_s", "mean")
+    told, count = state(number, record, queued), count_lines(folder / "steps.jsonl")
     return {
         "job": number,
         "run": f"{recipe.get('recipe', '')} {recipe.get('gpus', folder.parent.name)} GPUs",
         "state": told,
         **dict(zip(("Slurm", "elapsed", "nodes"), queued.get(number) or kept, strict=False)),
-        "steps": f"{count} of {recipe['steps']}" if recipe else "",
+        "steps": f"{count} of {recipe.get('steps')}" if recipe else "",
         "step s": f"{seconds:.4g}" if seconds else "",
-        "why": record.get("reason") or (LOST if told == "lost" else ""),
-        "folder": str(folder),
+        "why": str(record.get("reason") or (LOST if told == "lost" else "")),
+        "folder": printable(str(folder)),
     }
 
 

@@ -43,8 +43,11 @@ SECONDS = "{:.3f}".format
 
 def three_digits(value: float) -> str:
     """A positive figure with three digits: `5.64`, `11.5`, `191,000`."""
-    digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
-    return f"{round(value, digits):,.{max(digits, 0)}f}"
+    if not value > 0:
+        return f"{value:,.0f}"
+    rounded = float(f"{value:.2e}")  # 0.9996 becomes 1.00
+    digits = 2 - math.floor(math.log10(rounded))
+    return f"{rounded:,.{max(digits, 0)}f}"
 
 
 class Bar(NamedTuple):

@@ -19,6 +19,7 @@ from markupsafe import Markup, escape
 
 from jaxbench.base.errors import counted
 from jaxbench.base.terminal import RUNNING
+from jaxbench.base.untrusted import printable
 from jaxbench.base.versions import versions
 from jaxbench.recipe.build import flat
 
@@ -27,9 +28,6 @@ SYMBOLS = {
     "not comparable": "–", "fail": "✕", "not reached": "–",
 }  # fmt: skip
 """Symbols that stand next to the names of verdicts, of runs and of nodes."""
-
-UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that are invalid in HTML, and characters that change the direction of text."""
 
 UNIT = re.compile(r"(?<=\d) (?=(?:%|s|GiB)(?!\w))")
 """The space between a figure and its unit. No line may end there."""
@@ -53,7 +51,7 @@ def render(
     environment.filters |= {**common, **(filters or {})}
     content["made"] = made()
     content["headline"] = unbroken(content["headline"])
-    return UNPRINTABLE.sub("\ufffd", environment.get_template(template).render(**content))
+    return printable(environment.get_template(template).render(**content))
 
 
 def made() -> dict[str, str]:

@@ -70,8 +70,10 @@ def plan_spec(spec: str, target: Target) -> Plan:
     if path.is_dir() or path.suffix == ".json":
         return read(path / "plan.json" if path.is_dir() else path)
     row, *changes = spec.split() or [""]
-    name, _, gpus = row.partition(":")
-    run, _ = resolve(name, int(gpus) if gpus.isdecimal() else None, changes, target.gpu)
+    name, colon, gpus = row.partition(":")
+    if colon and not gpus.isdecimal():
+        raise RecipeError(f"{spec}: expected a number of GPUs after the recipe, such as {name}:8")
+    run, _ = resolve(name, int(gpus) if gpus else None, changes, target.gpu)
     with compiling(run):
         return make_plan(run, target)
 

@@ -111,7 +111,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         check_folder("--output", args.output)
     for text in args.system:
         gpu, colon, _ = text.rpartition(":")
-        if colon and gpu not in targets:
+        if colon and systems.named(gpu) not in targets:
             raise RecipeError(f"--system {text}: {gpu} is not in --gpu")
 
 
@@ -124,4 +124,4 @@ def _price(text: str) -> tuple[str, float]:
         value = 0.0
     if not 0 < value < float("inf"):
         raise RecipeError(f"--price {text}: expected a GPU and a price above 0, such as h100=2.5")
-    return gpu, value
+    return systems.named(gpu), value

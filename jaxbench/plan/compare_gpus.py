@@ -20,7 +20,7 @@ from jaxbench.base.errors import RecipeError, RunFailed
 from jaxbench.base.files import as_json, owned
 from jaxbench.base.terminal import command, console, folded, write
 from jaxbench.forecast.goodput import OBSERVED, Assumed, job_goodput
-from jaxbench.plan import search
+from jaxbench.plan import search, systems
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.arguments import LIMIT
 from jaxbench.plan.command import resolve
@@ -126,16 +126,20 @@ def with_system(target: Target, settings: Sequence[str]) -> Target:
     """A GPU with those `--system` settings that are for its name, or for all. Raises
     RecipeError."""
     parts = (text.rpartition(":") for text in settings)
-    return target.changed([text for gpu, _, text in parts if gpu in ("", target.name)])
+    mine = [text for gpu, _, text in parts if systems.named(gpu) in ("", target.name)]
+    return target.changed(mine)
 
 
 def narrowest(configs: Mapping[str, Recipe], gpu: hardware.Gpu) -> str:
     """The recipe for a GPU: first those in whose format it multiplies, then those with rows of
-    several GPUs for it, then the narrowest format."""
+    several GPUs for it, then the narrowest format. Raises RecipeError for an unknown format."""
+    known = ", ".join(NARROWEST)
 
     def order(config: str) -> tuple[bool, bool, int]:
         recipe = configs[config]
         dtype = recipe.shared["precision"].get("dtype", "bf16")
+        if dtype not in NARROWEST:
+            raise RecipeError(f"{config}: precision.dtype = {dtype}: expected one of {known}")
         rows = [row for row in recipe.on(gpu).rows if isinstance(row, int) and row > 1]
         return not gpu.multiplies(dtype), not rows, NARROWEST.index(dtype)
 

@@ -5,7 +5,6 @@ the program and, two folders up, the run's record. Both times of a kernel includ
 collectives that run at the same time. Both times of a collective include its wait for other ranks.
 """
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from jaxbench.base.errors import RecipeError, counted
 from jaxbench.base.files import write_json
 from jaxbench.base.hardware import NULL, Gpu, identify, is_null, placed
+from jaxbench.base.untrusted import read_json
 from jaxbench.forecast import tables
 from jaxbench.forecast.forecast import expected_schedule
 from jaxbench.forecast.tables import Tables
@@ -136,7 +136,7 @@ def read(folder: Path, hlo: Path | None, gpu: Gpu | None, kernels: Path | None) 
 def _record(folder: Path) -> tuple[str, tuple[int, ...]]:
     """The device and the mesh of the run that was profiled; empty if no record has them."""
     try:
-        record = json.loads((folder.absolute().parents[1] / "run.json").read_text())
+        record = read_json(folder.absolute().parents[1] / "run.json")
         sizes = record["recipe"]["parallelism"]
         return str(record["hardware"]["device"]), tuple(int(sizes[axis]) for axis in AXES)
     except (OSError, ValueError, LookupError, TypeError):

@@ -3,7 +3,6 @@
 `docs/design/plan.md` explains the roofline bound, `docs/design/forecast.md` the forecast.
 """
 
-import json
 import math
 import tempfile
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ import jax
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Gpu, placed
+from jaxbench.base.untrusted import read_json
 from jaxbench.base.versions import versions
 from jaxbench.forecast.guide import guide
 from jaxbench.forecast.tables import Tables
@@ -161,7 +161,7 @@ class Plan(Step):
 def read(path: Path) -> Plan:
     """Reads the plan.json of `--dump`. Raises RecipeError if it is not a plan."""
     try:
-        return restored(Plan, json.loads(path.read_text()))
+        return restored(Plan, read_json(path))
     except OSError as error:
         raise RecipeError(f"{path}: cannot read a plan: {error.strerror}") from error
     except (ValueError, TypeError, RecursionError) as error:

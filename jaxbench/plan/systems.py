@@ -22,6 +22,9 @@ SETTINGS: dict[str, Callable[[str], float]] = {
 }
 """Settings of `--system`, with what reads their values. Memory is in GiB."""
 
+LARGEST = 1e6
+"""The largest value of a setting, far above any hardware's."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -69,6 +72,11 @@ def find(asked: str, kernels: Path | None = None) -> Target:
     return Target(read(Path(asked)), Path(asked).stem, kernels=kernels, asked=asked)
 
 
+def named(asked: str) -> str:
+    """The name of a GPU: in lower case if it is one of the package, else as it was asked for."""
+    return asked.lower() if asked.lower() in PLANNED else asked
+
+
 def known(name: str, option: str = "--gpu") -> str:
     """The name of a GPU in the package. Raises RecipeError for another one."""
     if name.lower() not in PLANNED:
@@ -103,7 +111,7 @@ def with_settings(gpu: Gpu, settings: Sequence[str], option: str = "--system") -
             number = SETTINGS[key](value)
         except (KeyError, ValueError, OverflowError):
             number = 0
-        if not 0 < number < float("inf"):
+        if not (number > 0 and float(value) <= LARGEST):
             names = ", ".join(f"{name}=N" for name in SETTINGS)
             raise RecipeError(f"{option} {setting}: expected one of {names}, with N above 0")
         if key in PEAKS and key not in gpu.tflops:

@@ -1,12 +1,12 @@
 """Reads a Hugging Face `config.json` of the Llama family as changes to one of our Llama models."""
 
-import json
 from dataclasses import asdict
 from math import log
 from pathlib import Path
 from typing import Any
 
 from jaxbench.base.errors import RecipeError
+from jaxbench.base.untrusted import read_json
 from jaxbench.recipe.build import flat
 from jaxbench.recipe.families import MODELS
 
@@ -22,7 +22,7 @@ def read(path: Path) -> tuple[str, list[str]]:
     a file that cannot be read, and for one of another family.
     """
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
     except OSError as error:
         raise RecipeError(f"{path}: {error.strerror}") from error
     except ValueError as error:
@@ -33,7 +33,7 @@ def read(path: Path) -> tuple[str, list[str]]:
             f"{path}: model_type is {kind!r}; expected 'llama' (jaxbench list shows other models)"
         )
     for name, value in {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}.items():
-        if content.get(name, value) != value:
+        if content.get(name) not in (None, value):
             raise RecipeError(f"{path}: {name} is {content[name]!r}; our Llama has {value!r}")
 
     def number(name: str, default: int | None = None) -> int:

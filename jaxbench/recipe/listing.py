@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None) -> int:
     args = make_parser().parse_args(argv)
     every = [*rows()]
     output = console()
-    if not (args.words or args.gpu or args.gpus or args.all):
+    if not (args.words or args.gpu or args.gpus is not None or args.all):
         output.print(overview([line for line in every if line["gpus"] > 1]))
         example = every[0]["recipe"]
         output.print(OVERVIEW.format(recipe=example, model=example.rpartition("_")[0]))

@@ -69,7 +69,7 @@ def load(text: str) -> Any:
     where."""
     try:
         value = yaml.load(text, Loader)
-        _check_finite(value)
+        _check_finite(value, set())
     except yaml.MarkedYAMLError as error:
         where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise ValueError(where + " ".join(str(error.problem).split())) from error
@@ -78,11 +78,14 @@ def load(text: str) -> Any:
     return value
 
 
-def _check_finite(value: Any, containers: tuple = ()) -> None:
-    """Raises ValueError for a mapping or list that contains itself, which YAML can express."""
-    if not isinstance(value, dict | list):
+def _check_finite(value: Any, finite: set[int], containers: tuple = ()) -> None:
+    """Raises ValueError for a mapping or list that contains itself, which YAML can express.
+    `finite` are the ids of those that do not: aliases can repeat them more often than there are
+    atoms."""
+    if not isinstance(value, dict | list) or id(value) in finite:
         return
     if any(value is container for container in containers):
         raise ValueError("it contains itself")
     for inner in value.values() if isinstance(value, dict) else value:
-        _check_finite(inner, (*containers, value))
+        _check_finite(inner, finite, (*containers, value))
+    finite.add(id(value))

@@ -84,9 +84,15 @@ def compare(a: Sequence[Result], b: Sequence[Result], threshold: float) -> Compa
                 raise RecipeError(
                     f"{r.run.path}: {side} needs complete runs, but this one is {r.verdict}"
                 )
-    workloads = {(r.run.recipe, r.run.dtype, r.run.gpus, r.run.tokens) for r in [*a, *b]}
+    workloads = {
+        (r.run.recipe, r.run.dtype, r.run.gpus, r.run.tokens, r.run.tflop) for r in [*a, *b]
+    }
     if len(workloads) > 1:
-        texts = sorted(f"{recipe} {dtype} on {gpus}" for recipe, dtype, gpus, _ in workloads)
+        texts = sorted(
+            f"{recipe} {dtype} on {gpus}, {tokens} tokens"
+            + (f" and {tflop:g} TFLOP per GPU" if tflop else "")
+            for recipe, dtype, gpus, tokens, tflop in workloads
+        )
         raise RecipeError(f"A and B are of different work: {'; '.join(texts)}")
     generator = np.random.default_rng(SEED)
     samples = [[np.asarray(r.run.times(r.window)) for r in side] for side in (a, b)]

@@ -8,11 +8,12 @@ from typing import Any
 
 from jaxbench.base import hardware
 from jaxbench.base.files import RECORDS, recorded
+from jaxbench.base.quantity import quantity
+from jaxbench.base.untrusted import printable, read_json
 from jaxbench.recipe.published import titled
 from jaxbench.report.logs import lines
 from jaxbench.report.runs import RunData, Steps, Window
 from jaxbench.results import plans, profiled
-from jaxbench.results.quantity import quantity
 from jaxbench.results.window import first_of_program
 
 STEPS, ENVIRONMENT = "steps.jsonl", "environment.json"
@@ -38,9 +39,9 @@ def read(folder: Path) -> RunData:
         run = _run(folder, record)
     except MALFORMED as error:
         reason = f"its record cannot be read: {' '.join(str(error).split())}"
-        return RunData(path=folder, recipe=folder.name, failed=reason)
+        return RunData(path=folder, recipe=printable(folder.name), failed=reason)
     try:
-        record["environment"] = json.loads((folder / ENVIRONMENT).read_text())
+        record["environment"] = read_json(folder / ENVIRONMENT)
     except MALFORMED:
         record["environment"] = None
     run.profiles = profiled.read(folder)

@@ -5,8 +5,9 @@ import io
 from typing import Any
 
 from jaxbench.base.files import as_json
+from jaxbench.base.quantity import figure
+from jaxbench.base.untrusted import printable
 from jaxbench.report.runs import Result
-from jaxbench.results.quantity import figure
 
 COLUMNS = {
     "verdict": "verdict", "recipe": "recipe", "gpus": "GPUs", "dtype": "dtype", "label": "label",
@@ -60,7 +61,7 @@ def line(result: Result, convention: str) -> dict[str, Any]:
         "forecast_s": forecast,
         "of_forecast": forecast / mean_s if forecast and mean_s else None,
         "reason": result.verdict.reason,
-        "path": str(r.path).encode(errors="backslashreplace").decode(),
+        "path": printable(str(r.path)),
     }
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from jaxbench.base.errors import listed
 from jaxbench.base.outliers import GPU_SPREAD, STEP_SPREAD, outliers
+from jaxbench.base.quantity import figure
 from jaxbench.pages.charts import CHARACTER
-from jaxbench.results.quantity import figure
 
 MOST_NODES = 64
 """The most nodes of a picture. Nodes with the slowest GPUs come first."""

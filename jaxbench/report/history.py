@@ -7,7 +7,7 @@ finds a slow drift as well as a jump.
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,7 +20,7 @@ from jaxbench.pages.charts import Chart, Label, empty_chart
 from jaxbench.report.compare import differences, short
 from jaxbench.report.gpus import gpus, slow_nodes
 from jaxbench.report.named import NO_RESULT
-from jaxbench.report.runs import Result
+from jaxbench.report.runs import Result, RunData
 
 WEEKS = 4
 """The weeks before the last run for which we list slow nodes."""
@@ -130,18 +130,28 @@ def headline(history: Sequence[Series], threshold: float) -> str:
 def history(results: Sequence[Result], threshold: float) -> list[Series]:
     """The series of all runs. First come those that changed, the largest slowdown first; then the
     others by name."""
+    dated = sorted(results, key=lambda r: r.run.date)
+    tflop = {_row(r.run): r.run.tflop for r in reversed(dated) if r.run.tflop}
     groups: dict[tuple, list[Result]] = defaultdict(list)
-    for result in sorted(results, key=lambda r: r.run.date):
-        r = result.run
-        device = str((r.record.get("hardware") or {}).get("device", "unknown hardware"))
-        groups[device, r.recipe.strip(), r.dtype, r.gpus, r.tokens, r.label].append(result)
-    series = [_series(group, device, threshold) for (device, *_), group in groups.items()]
+    for result in dated:
+        row = _row(result.run)
+        # A run without a step says nothing of its model. It goes to the first one of its row.
+        groups[row, result.run.tflop or tflop.get(row)].append(result)
+    series = [_series(group, row[0], threshold) for (row, _), group in groups.items()]
+    alike = Counter(row.name for row in series)
+    series = [_with_work(row) if alike[row.name] > 1 else row for row in series]
 
     def key(row: Series) -> tuple[bool, bool, float, str]:
         change = row.changes[-1].change if row.changes else None
         return change is None, row.smoke, -(change or 0.0), row.name
 
     return sorted(series, key=key)
+
+
+def _row(run: RunData) -> tuple:
+    """The device of a run, and what else runs of one series share besides the model."""
+    device = str((run.record.get("hardware") or {}).get("device", "unknown hardware"))
+    return device, run.recipe.strip(), run.dtype, run.gpus, run.tokens, run.label
 
 
 def _series(group: Sequence[Result], device: str, threshold: float) -> Series:
@@ -159,6 +169,14 @@ def _series(group: Sequence[Result], device: str, threshold: float) -> Series:
         published_s=next((p["step_time_s"] for r in group if (p := r.run.published)), None),
         points=[*_points(group, threshold)],
     )
+
+
+def _with_work(row: Series) -> Series:
+    """A series whose name says how much work a step is, next to one of the same row with another
+    model or batch."""
+    run = row.points[0].result.run
+    work = f", {run.tokens} tokens and {run.tflop or 0:g} TFLOP per GPU"
+    return replace(row, name=row.name + work, brief=row.brief + work)
 
 
 def _points(group: Sequence[Result], threshold: float) -> Iterator[Point]:

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 from jaxbench.base import hardware
 from jaxbench.base.errors import counted
+from jaxbench.base.quantity import LARGEST
+from jaxbench.base.untrusted import opened, printable
 from jaxbench.recipe import published
 from jaxbench.report.runs import Repeats, RunData, Steps
-from jaxbench.results.quantity import LARGEST
 from jaxbench.results.verdict import SMOKE
 
 PIECE = 1 << 20
@@ -99,7 +100,7 @@ def lines(path: Path) -> Iterator[str]:
     """The lines of a file of any size, without colours. A carriage return ends a line too, since
     progress bars write it. Bytes that are no text in the file's encoding (UTF-8 or UTF-16) are
     replaced."""
-    with path.open("rb") as file:
+    with opened(path) as file:
         utf16 = file.read(4).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         file.seek(0)
         decoder = codecs.getincrementaldecoder("utf-16" if utf16 else "utf-8-sig")("replace")
@@ -107,8 +108,12 @@ def lines(path: Path) -> Iterator[str]:
         while piece := file.read(PIECE):
             *complete, rest = re.split(r"[\r\n]", rest + decoder.decode(piece))
             rest = rest[:LONGEST]
-            yield from (COLOURS.sub("", line[:LONGEST]) for line in complete if line)
-        yield COLOURS.sub("", rest + decoder.decode(b"", final=True))
+            yield from (_plain(line[:LONGEST]) for line in complete if line)
+        yield _plain(rest + decoder.decode(b"", final=True))
+
+
+def _plain(line: str) -> str:
+    return printable(COLOURS.sub("", line))
 
 
 def read(path: Path) -> RunData | None:
@@ -215,7 +220,7 @@ def _run(
     those of the first step; None for what the log does not say."""
     family, (model, size, dtype, gpus) = _family(workload), workload
     run = RunData(
-        path=path, recipe=f"{family or model or path.stem} {size or ''}",
+        path=path, recipe=f"{family or model or printable(path.stem)} {size or ''}",
         gpus=gpus, dtype=dtype, label="log", steps=steps, tokens=tokens,
         model=f"{family or model} {size}" if model else "",
         started=datetime.fromtimestamp(path.stat().st_mtime, UTC), dated="file time",

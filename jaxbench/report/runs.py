@@ -135,6 +135,13 @@ class RunData:
         return dtype, "" if self.label in plain else f" ({self.label})"
 
     @property
+    def tflop(self) -> float | None:
+        """The model's TFLOP per step and GPU to three digits, by which we tell a changed model from
+        the recipe's. None if they are unknown, as in a log."""
+        count = self.flops.get("full")
+        return float(f"{count / 1e12:.2e}") if count else None
+
+    @property
     def null(self) -> bool:
         """True for a run on null GPUs."""
         hardware = self.record.get("hardware")

@@ -1,13 +1,13 @@
 """Finds the plan of a program that ran, among the plan.json files of `jaxbench plan --dump`."""
 
-import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from jaxbench.base import hardware
-from jaxbench.results.quantity import figure
+from jaxbench.base.quantity import figure
+from jaxbench.base.untrusted import read_json
 
 PLAN = "plan.json"
 PROGRAM = ("model", "parallelism", "precision", "batch", "execution")
@@ -64,8 +64,8 @@ def _plans(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     plans = []
     for path in (folder / PLAN, *sorted(folder.glob(f"*/{PLAN}"))):
         try:
-            values = json.loads(path.read_text())
-        except (OSError, ValueError, RecursionError):
+            values = read_json(path)
+        except (OSError, ValueError):
             continue
         if isinstance(values, dict):
             plans.append((path, values))

@@ -1,13 +1,13 @@
 """Profiles of a run next to the forecast of its program. `jaxbench plan --profile` stores them, and
 reports read them."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxbench.base.quantity import quantity
+from jaxbench.base.untrusted import read_json
 from jaxbench.recipe.build import restored
-from jaxbench.results.quantity import quantity
 
 COMPARED = "compared.json"
 """The comparison in the folder of a profile, which is `profile/rank-N` of a run."""
@@ -88,7 +88,7 @@ def read(folder: Path) -> list[Compared]:
 def _read(folder: Path) -> Iterator[Compared]:
     for path in folder.glob(f"profile/rank-*/{COMPARED}"):
         try:
-            compared: Compared = restored(Compared, json.loads(path.read_text()))
+            compared: Compared = restored(Compared, read_json(path))
             parts = [*compared.kernels, *compared.links, *compared.largest]
             times = [s for part in parts for s in (part.measured_s, part.forecast_s)]
             counts = [compared.devices, compared.steps, *(part.runs for part in compared.largest)]

@@ -181,7 +181,7 @@ def check_arguments(options: Options) -> None:
 
 def check_profiled(options: Options, processes: int) -> None:
     """Raises RecipeError for ranks to profile that the job does not have."""
-    absent = [rank for rank in options.profile_ranks if rank >= processes]
+    absent = [rank for rank in options.profile_ranks if not 0 <= rank < processes]
     if options.profile and absent and options.profile_ranks != ranks(PROFILED_RANKS):
         raise RecipeError(
             f"--profile-ranks {','.join(map(str, absent))}: the job has ranks 0 to {processes - 1}"

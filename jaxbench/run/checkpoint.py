@@ -141,7 +141,7 @@ def _set_aside(folder: Path, start: int) -> None:
     """Renames checkpoints after step `start`. They could not be read, and the run will reach their
     steps again."""
     for path in folder.iterdir() if folder.is_dir() else ():
-        if path.name.isdigit() and int(path.name) > start:
+        if path.name.isdecimal() and int(path.name) > start:
             path.rename(folder / f"unreadable-{path.name}-{time.time_ns()}")
 
 

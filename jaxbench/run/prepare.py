@@ -56,6 +56,11 @@ def _decide(
         steps = done + 1 if options.steps is None else steps
         if done >= steps:
             raise RecipeError(f"--steps {steps}: the checkpoint {readable[0]} has as many already")
+        first, end = options.profile_steps
+        if options.profile and not (first < steps and end > done):
+            raise RecipeError(
+                f"--profile-steps {first}-{end}: this run has steps {done} to {steps - 1}"
+            )
     folder = _own(run, options, held)
     if options.resume:
         record = folder / "run.json"

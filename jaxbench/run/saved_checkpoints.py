@@ -30,7 +30,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def _is_complete(path: Path) -> bool:
-    return path.name.isdigit() and unreadable(path) is None
+    return path.name.isdecimal() and unreadable(path) is None
 
 
 def readable(path: Path, recipe: dict[str, Any]) -> tuple[list[Path], list[str]]:
@@ -42,9 +42,9 @@ def readable(path: Path, recipe: dict[str, Any]) -> tuple[list[Path], list[str]]
     cannot be read show when the state is restored.
     """
     folders = [folder for folder in (path / FOLDER, path) if folder.is_dir()]
-    numbered = ([p for p in folder.iterdir() if p.name.isdigit()] for folder in folders)
+    numbered = ([p for p in folder.iterdir() if p.name.isdecimal()] for folder in folders)
     found = next(filter(None, numbered), [])
-    if not found and path.name.isdigit() and path.is_dir():
+    if not found and path.name.isdecimal() and path.is_dir():
         found = [path]
     if not found:
         raise RecipeError(f"{path} has no checkpoint")

@@ -70,6 +70,34 @@ def test_jobs_are_listed_by_state_and_time_as_json(stage, capsys):
     assert capsys.readouterr().out == "none of 5 jobs is as asked\n"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"status": "completed", "summary": null}',
+        '{"status": "completed", "recipe": "x"}',
+        '{"status": "completed", "recipe": {"gpus": 8}}',
+        '{"status": 7}',
+        '{"status": "failed", "reason": {"a": 1}, "slurm": [1]}',
+        '{"status": "completed", "summary": {"step_time_s": {"mean": "1"}}}',
+        '{"status": "failed", "reason": "\\u001b[2J\\ud800"}',
+        "[" * 100_000,
+        "[]",
+        "",
+    ],
+)
+def test_a_malformed_record_hides_no_other_job(text, stage, capsys):
+    folder = stage / "results/1/bf16/8b/8"
+    (folder / "102/run.json").write_text(text)
+    (folder / "²").mkdir()
+    for words in ([], ["status", "102"], ["--json"], ["--since", "1d"]):
+        assert jobs.main(words) == 0
+        out = capsys.readouterr().out
+        assert "102" in out
+        assert "\x1b" not in out
+        out.encode()
+    assert "llama31_8b_bf16" in out
+
+
 def test_a_job_is_shown_followed_and_cancelled(stage, capfd):
     assert jobs.main(["status", "78"]) == 0
     assert "nodes    n[0-1]\n" in capfd.readouterr().out

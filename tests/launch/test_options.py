@@ -132,6 +132,7 @@ def test_options_of_sbatch_reach_the_script():
         (("--", "--step", "5"), "unrecognized arguments: --step 5; did you mean '--steps'?"),
         (("--restarts", "-1"), "--restarts -1: expected 0 or more"),
         (("--", "--profile=jax", "--profile-ranks=0,512"), "--profile-ranks 512: the job"),
+        (("--", "--profile=jax", "--profile-ranks=-1"), "--profile-ranks -1: the job"),
         (("--", "--config", "x"), "only the launcher sets --config: name the recipe before --"),
         (("--", "--gpus", "8"), "only the launcher sets --gpus: give it before --"),
         (("--", "--output", "x"), "only the launcher sets --output: STAGE_PATH"),

@@ -273,11 +273,16 @@ RUNS = {
     "experts on two ranks, fsdp 4 in half blocks": (
         "parallelism.fsdp=4", "parallelism.expert=2", "model.embed=64",
     ),
+    "all experts on each rank, fsdp 8 in half square blocks": (
+        "parallelism.fsdp=8", "model.embed=64",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "name"), list(zip(("nvfp4", *["mxfp8"] * 6), RUNS, strict=True)))
+@pytest.mark.parametrize(
+    ("dtype", "name"), list(zip(("nvfp4", *["mxfp8"] * 6, "nvfp4"), RUNS, strict=True))
+)
 def test_runs_on_meshes(dtype, name):
     sizes = [change for change in RUNS[name] if change.startswith("model.")]
     family, settings = "llama31_8b_bf16", (*WIDE, f"precision.dtype={dtype}")

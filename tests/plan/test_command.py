@@ -166,6 +166,8 @@ def test_tables_are_compared_row_by_row(changes, status, said, tmp_path, capsys)
             [*ROW, "--system", "oversubscription=2"],
             "oversubscription has to be at least 1, and needs",
         ),
+        ([*ROW, "--system", "bandwidth=1e300"], "--system bandwidth=1e300: expected one of"),
+        (["--diff", "llama31_8b_bf16:abc", "x.json"], "llama31_8b_bf16:abc: expected a number of"),
         ([*ROW, "--system", "node=7"], "a domain of 8 GPUs does not consist of nodes of 7"),
         (
             [*ROW, "--system", "node=7", "--system", "domain=7"],

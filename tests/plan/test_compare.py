@@ -215,6 +215,8 @@ def test_a_search_takes_the_best_candidate(compared, monkeypatch):
         (["--mtbf", "nan"], "--mtbf nan: expected a number above 0"),
         (["--system", "gb200:nic=x"], "--system nic=x: expected one of nvlink=N"),
         (["--system", "tpu:nic=1"], "--system tpu:nic=1: tpu is not in --gpu"),
+        (["--gpu", "H100", "--price", "H100=2", "--limit", "3"], "--limit needs --search"),
+        (["--gpu", "H100", "--system", "H100:nic=x"], "--system nic=x: expected one of nvlink=N"),
         (["--limit", "3"], "--limit needs --search"),
         (["--output", "x"], "--output needs --format json or html"),
         (["--config", "llama31_9b"], "(jaxbench list shows all)"),
@@ -224,3 +226,12 @@ def test_a_search_takes_the_best_candidate(compared, monkeypatch):
 )
 def test_mistakes(words, message, capsys):
     assert_mistake(compare_gpus.main, [*WORDS, *words], message, capsys)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "[bf16]"])
+def test_a_mistyped_format_of_a_recipe_is_named(dtype, tmp_path, capsys):
+    text = (recipes.config_folder() / "llama31_8b_bf16.yaml").read_text()
+    path = tmp_path / "mine.yaml"
+    path.write_text(text.replace("{dtype: bf16}", f"{{dtype: {dtype}}}", 1))
+    words = ["--config", path, "--gpu", "h100", "--gpus", "8"]
+    assert_mistake(compare_gpus.main, words, "precision.dtype", capsys)

@@ -45,6 +45,15 @@ def test_an_error_is_one_line_that_says_where(text, message):
     assert "\n" not in str(error.value)
 
 
+def test_aliases_of_aliases_take_no_time():
+    """A dozen lines can stand for a million millions of values."""
+    lines = [
+        "a0: &a0 [x]",
+        *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 13)),
+    ]
+    assert len(strict_yaml.load("\n".join(lines))) == 13
+
+
 @pytest.mark.parametrize(
     ("old", "new", "key"),
     [

@@ -118,12 +118,12 @@ def test_what_cannot_be_read_is_a_row_next_to_the_others(tmp_path, monkeypatch):
     made_runs.write_record(tmp_path, "a")
     made_runs.write_record(tmp_path, "b")
     made_runs.write_record(tmp_path, "c")
-    whole = logs.Path.open
+    whole = logs.opened
 
-    def refuse(path, *args, **options):
+    def refuse(path):
         if path.parent.name == "b" and path.name == "steps.jsonl":
             raise PermissionError(13, "Permission denied")
-        return whole(path, *args, **options)
+        return whole(path)
 
     is_run = command.folders.is_run
 
@@ -132,7 +132,7 @@ def test_what_cannot_be_read_is_a_row_next_to_the_others(tmp_path, monkeypatch):
             raise PermissionError(13, "Permission denied")
         return is_run(path)
 
-    monkeypatch.setattr(logs.Path, "open", refuse)
+    monkeypatch.setattr(logs, "opened", refuse)
     monkeypatch.setattr(command.folders, "is_run", refuse_folder)
     runs = {run.path.name: run.failed for run in command.find(tmp_path)}
     assert runs == {

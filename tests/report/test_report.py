@@ -346,6 +346,52 @@ def test_an_interval_covers_the_truth_as_often_as_it_says(repeats):
     assert 4 <= outside <= 20
 
 
+def changed_model(folder, into):
+    """A record of the same row with half of the layers, so half of the FLOPs."""
+    content = json.loads((folder / "run.json").read_text())
+    rates = content["summary"]["tflops_per_gpu"]
+    content["summary"]["tflops_per_gpu"] = {name: rate / 2 for name, rate in rates.items()}
+    (into / "run.json").write_text(json.dumps(content))
+    return into
+
+
+def test_another_model_has_a_history_of_its_own(record, capsys):
+    good = record("good")
+    folder = changed_model(good, record("half")).parent
+    failed = record("failed", status="failed", reason="it has no step", summary=None)
+    (failed / "steps.jsonl").unlink()
+    assert command.main(["--history", str(folder), "--format", "json"]) == 0
+    history = json.loads(capsys.readouterr().out)
+    names = [series["row"] for series in history]
+    assert sorted(len(series["runs"]) for series in history) == [1, 2]
+    assert all(" TFLOP per GPU" in name for name in names)
+
+
+FOREIGN = {
+    "an escape": lambda path: path.write_text(
+        path.read_text().replace('"llama2_70b_bf16"', r'"\u001b[2Jllama\ud800"')
+    ),
+    "a device": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+}
+
+
+@pytest.mark.parametrize("name", ["run.json", "steps.jsonl", "environment.json", "plan.json"])
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_foreign_file_neither_stops_a_report_nor_writes_to_the_terminal(
+    kind, name, record, capsys
+):
+    good, other = record("good"), record("other")
+    (other / name).touch()
+    FOREIGN[kind](other / name)
+    for form in ("table", "markdown", "csv", "json"):
+        command.main([str(good.parent), "--format", form])
+        out = capsys.readouterr().out
+        out.encode()
+        assert "\x1b" not in out
+        assert "pass" in out
+
+
 def test_only_whole_runs_of_one_work_are_compared(record, capsys):
     good, other = record("good"), record("other")
     cut = record("cut", steps=20)
@@ -355,6 +401,7 @@ def test_only_whole_runs_of_one_work_are_compared(record, capsys):
     for b, message in (
         (cut, "B needs complete runs, but this one is incomplete"),
         (other, "A and B are of different work"),
+        (changed_model(good, record("half")), " TFLOP per GPU"),
     ):
         assert_mistake(command.main, ["--compare", good, b], message, capsys)
     assert command.main(["--compare", str(good), str(good)]) == 0

@@ -4,6 +4,7 @@ import errno
 import json
 import re
 import shutil
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +17,8 @@ from tiny import mesh_of, tiny_run, to_numpy
 from jaxbench.base.errors import RecipeError, RunFailed
 from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.recipe import recipes
-from jaxbench.run import checkpoint, saved_checkpoints
+from jaxbench.run import checkpoint, prepare, saved_checkpoints
+from jaxbench.run.arguments import parse_arguments
 from jaxbench.run.records import Recorder
 from jaxbench.train.loop import run_steps
 from jaxbench.train.step import abstract_state, make_program
@@ -261,6 +263,17 @@ def test_a_checkpoint_that_cannot_be_read_does_not_block_the_one_before(name, wh
     with pytest.raises((RecipeError, RunFailed), match=reason) as error:
         saved_checkpoints.readable(folder, recipe)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("window", ["2-4", "20-25"])
+def test_a_profile_of_steps_that_a_restored_run_has_not_is_refused(window, whole, tmp_path):
+    options = parse_arguments(
+        ["--config", "x", "--restore", str(whole.path), "--output", str(tmp_path / "new"),
+         "--profile", "jax", "--profile-steps", window]
+    )  # fmt: skip
+    with ExitStack() as held, pytest.raises(RecipeError, match=f"--profile-steps {window}: this"):
+        prepare.prepare(whole.run, options, held)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_truncated_checkpoint_is_one_line(whole, tmp_path):

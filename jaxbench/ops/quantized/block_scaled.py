@@ -50,8 +50,10 @@ def copies(precision: Precision, experts: bool) -> tuple[str, ...]:
 
 def at_rest(rows: int, name: str, precision: Precision) -> bool:
     """True if a copy is quantized before it is gathered. `rows` are the rows of a device's part of
-    the weight. Blocks along rows must not be spread over two devices."""
-    return name == "last" or rows % BLOCKS[precision.dtype] == 0
+    the weight. Blocks that have several rows must not be spread over two devices: MXFP8's `last`
+    copy has blocks of one row, and NVFP4's blocks are square."""
+    one_row = name == "last" and precision.dtype == "mxfp8"
+    return one_row or rows % BLOCKS[precision.dtype] == 0
 
 
 def quantize_weight(w: Array, amax: Array, precision: Precision, experts: bool) -> Copies:
