@@ -199,14 +199,15 @@ def _divisors(number: int) -> list[int]:
 
 def distance(a: Run, b: Run) -> int:
     """The number of changes between two layouts. Each prime factor of an axis size that moves to
-    another axis counts one, and so does another microbatch. Other virtual stages count one if the
-    pipelines have equally many ranks. `expert_parts` counts only between layouts that are otherwise
+    another axis counts one. So does another microbatch, unless a device has as many tokens of it as
+    before. Other virtual stages count one if the pipelines have equally many ranks. `expert_parts`
+    counts only between layouts that are otherwise
     equal, since mesh and microbatch decide which numbers of parts are possible."""
     sizes = zip(a.mesh_shape, b.mesh_shape, strict=True)
     moved = sum(_prime_factors(max(1, x // math.gcd(x, y))) for x, y in sizes)
     p, q = a.parallelism, b.parallelism
     stages = p.pipeline == q.pipeline and p.virtual_stages != q.virtual_stages
-    differing = moved + (a.microbatch != b.microbatch) + stages
+    differing = moved + (a.microbatch != b.microbatch and _tokens(a) != _tokens(b)) + stages
     return differing or int(a.execution.expert_parts != b.execution.expert_parts)
 
 

@@ -108,6 +108,8 @@ def test_what_the_user_sets_stays():
         (["parallelism.fsdp=16", "parallelism.tensor=2"], 2),
         (["parallelism.fsdp=16"], 2),
         (["batch.microbatch=1", "execution.remat=full"], 1),
+        # A device has as many tokens of a microbatch as before.
+        (["parallelism.fsdp=32", "parallelism.context=2", "batch.microbatch=4"], 1),
         (["parallelism.fsdp=32", "parallelism.pipeline=2", "parallelism.virtual_stages=4",
           "execution.remat=full", "batch.microbatch=1"], 2),
     ],
