@@ -84,6 +84,9 @@ class Measured(Roofline):
         """Seconds of a kernel by part. A matmul or attention takes its measured time, and at least
         the time to move its bytes. Any other kernel takes the time to move its bytes."""
         start, moving = self._memory(kernel.bytes, kernel.makes_fp8)
+        if not kernel.works and kernel.passes > 1:
+            start, moving = self._memory(kernel.bytes // kernel.passes)
+            return {"launches": kernel.passes * start, kernel.part: kernel.passes * moving}
         if not kernel.works:
             return {"launches": start, kernel.part: moving} if kernel.bytes else {}
         computing = sum(self.work(work) for work in kernel.works)
@@ -114,9 +117,12 @@ class Measured(Roofline):
 
     def format(self, work: Work) -> str:
         """The format whose table a matmul uses. A format without a table uses FP8's if its peak is
-        above that of bf16, and bf16's otherwise."""
+        above that of bf16, and bf16's otherwise. A GPU that does not multiply blocks with scales of
+        their own casts them to bf16."""
         if work.format in self.products:
             return work.format
+        if work.blocks and work.format not in self._measured.tflops:
+            return "bf16"
         return "fp8" if peak(self._measured, work.dtype) > peak(self._measured, "bf16") else "bf16"
 
     @property
@@ -153,7 +159,11 @@ class Measured(Roofline):
         way, since the transposed matmul is the same work."""
         m, n, k = padded(work)
         grid = self.products[self.format(work)]
-        return (n, m, k) if grid.covers((n, m, k)) and not grid.covers((m, n, k)) else (m, n, k)
+
+        def beyond(sizes: tuple[int, ...]) -> bool:
+            return any(size > axis[-1] for size, axis in zip(sizes, grid.axes, strict=True))
+
+        return (n, m, k) if beyond((m, n, k)) and not beyond((n, m, k)) else (m, n, k)
 
     def _product_s(self, work: Work) -> float:
         measured = self.products[self.format(work)].at(self._as_measured(work)) * MICRO

@@ -64,7 +64,7 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
     parts["exposed: host"] = expected.host.exposed_s
     measured_s, beyond, unknown, used = _bases(walk, costs)
     assumed = {name: s for name in tables.assumed if (s := _seconds(used, [name]))}
-    share = _seconds(used, assumed) / expected.step_s
+    share = _seconds(used, assumed) / (expected.step_s or 1.0)
     rates = dict.fromkeys(map(in_words, assumed))
     largest = sorted(beyond, key=lambda work: -beyond[work])
     beyond_s, unknown_s = sum(beyond.values()), sum(unknown.values())
@@ -77,7 +77,7 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
         interval=interval(expected.step_s, share, [*rates], errors()),
         parts_s={name: seconds for name, seconds in parts.items() if seconds > 0},
         rests_on={name: s for name, s in by_size if s > 0},
-        outside=(beyond_s + unknown_s) / expected.kernel_s,
+        outside=(beyond_s + unknown_s) / (expected.kernel_s or 1.0),  # 0 without kernels
         beyond=[_named(work) for work in largest[:SHOWN]],
         sources={
             kind: source

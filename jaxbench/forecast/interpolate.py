@@ -43,7 +43,16 @@ class Grid:
         return all(a[0] <= s <= a[-1] for s, a in zip(sizes, self.axes, strict=True))
 
     def at(self, sizes: Sizes) -> float:
-        """The time at sizes."""
+        """The time at sizes. Below the first size it is at most the time there, and at least in
+        proportion to it, since a line through two measured times may rise towards small sizes."""
+        inside = tuple(max(s, axis[0]) for s, axis in zip(sizes, self.axes, strict=True))
+        found = self._at(sizes)
+        if inside == sizes:
+            return found
+        edge = self._at(inside)
+        return min(max(found, edge * prod(sizes) / prod(inside)), edge)
+
+    def _at(self, sizes: Sizes) -> float:
         cells = [self._cell(axis, size) for axis, size in zip(self.axes, sizes, strict=True)]
         beyond = prod(max(1.0, s / axis[-1]) for s, axis in zip(sizes, self.axes, strict=True))
         corners = combinations(*cells)

@@ -132,6 +132,9 @@ def pipeline(plan: Plan) -> list[str]:
     ]
 
 
+SHORT_S = 0.1
+"""Shorter steps, such as those of a single layer, are shown in ms."""
+
 ALWAYS = ("bf16", "fp8")
 """Formats whose matmuls are counted even if there are none."""
 
@@ -147,15 +150,22 @@ def kernels(step: Step) -> str:
     return f"{', '.join(matmuls)}, {attention}, {total}{quantization}"
 
 
+def unit_of(step_s: float) -> tuple[float, str]:
+    """Units in a second, and their name, in which the parts of a step are shown."""
+    return (1e3, "ms") if step_s < SHORT_S else (1.0, "s")
+
+
 def network(step: Step) -> list[str]:
     """The collectives of a step."""
     where = {True: "across domains", False: "in NVLink domain"}
+    unit, name = unit_of(step.bound_step_s)
     return [
         f"network     {gib(step.wire_bytes)} sent per device and step; "
         f"no matmul or attention overlaps with {gib(step.uncovered_wire_bytes)} of it",
         *(
             f"  {c.kind:18} {c.axes:16} {counted(c.count, 'run'):>10} {gib(c.bytes):>10} "
-            f"{where[c.across_domains]:16} {c.least_s:.3f} s, exposed {c.exposed_s:.3f} s"
+            f"{where[c.across_domains]:16} {c.least_s * unit:.3f} {name}, "
+            f"exposed {c.exposed_s * unit:.3f} {name}"
             for c in step.collectives
         ),
     ]
@@ -176,22 +186,28 @@ def schedule(plan: Plan) -> list[str]:
 
 def host_copies(step: Step) -> list[str]:
     """The copies of a step from and to the host."""
-    moved = step.host
+    moved, (unit, name) = step.host, unit_of(step.bound_step_s)
     line = (
         f"host        {gib(moved.to_host)} to the host and {gib(moved.from_host)} back per "
-        f"device and step, exposed {moved.exposed_s:.3f} s"
+        f"device and step, exposed {moved.exposed_s * unit:.3f} {name}"
     )
     return [line] if moved.to_host or moved.from_host else []
 
 
 def bound(step: Step, rates: str = "") -> list[str]:
     """The bound and its parts, with the largest kernels, matmuls and attention aside."""
-    parts = step.bound_parts_s
+    unit, name = unit_of(step.bound_step_s)
+    compute, memory, exposed = (
+        f"{step.bound_parts_s.get(part, 0) * unit:.3f}" for part in ("compute", "memory", "exposed")
+    )
     return [
-        f"bound       {step.bound_step_s:.3f} s per step: matmuls and attention "
-        f"{parts.get('compute', 0):.3f}, other kernels {parts.get('memory', 0):.3f}, exposed "
-        f"{parts['exposed']:.3f}{rates}; largest other kernels, with their launches:",
-        *(f"  {k.seconds:.3f} s {k.launches:6}  {k.source}" for k in step.other_kernels),
+        f"bound       {step.bound_step_s * unit:.3f} {name} per step: matmuls and attention "
+        f"{compute}, other kernels {memory}, exposed {exposed}{rates}; largest other kernels, with "
+        "their launches:",
+        *(
+            f"  {k.seconds * unit:.3f} {name} {k.launches:6}  {k.source}"
+            for k in step.other_kernels
+        ),
     ]
 
 
@@ -208,12 +224,14 @@ def forecast(f: Forecast, rates: str = "") -> list[str]:
             "forecast    none: we do not know what these calls compute, so not how long they take",
             *(f"  {name}: at least {s:.3f} s for its bytes" for name, s in f.unknown.items()),
         ]
-    longest = max(f.parts_s.values())
-    lines = [f"forecast    {f.step_s:.3f} s per step{rates}", f"  trust: {trust(f)}"]
+    longest, (unit, unit_name) = max(f.parts_s.values()), unit_of(f.step_s)
+    step = f"{f.step_s * unit:.3f} {unit_name} per step"
+    lines = [f"forecast    {step}{rates}", f"  trust: {trust(f)}"]
     for name, seconds in sorted(f.parts_s.items(), key=lambda part: -part[1]):
         share, bar = seconds / f.step_s, "#" * round(BAR * seconds / longest)
         lines.append(
-            f"  {part_name(name):28} {seconds:8.3f} s {100 * share:5.1f} %  {bar}".rstrip()
+            f"  {part_name(name):28} {seconds * unit:8.3f} {unit_name} {100 * share:5.1f} %  "
+            f"{bar}".rstrip()
         )
     sources = [
         f"{display_name(kind)} from {s}"

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,6 +17,11 @@ from jaxbench.xla.rewrites import COLLECTIVES
 COUNTS_AS = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
 """Kinds of collectives that send as much as another kind. A ragged all-to-all sends what its result
 can hold. A broadcast in a ring sends as much as an all-gather of its result."""
+
+
+MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}")
+"""Pattern of replica groups along axes of a mesh: its axes, the order of its devices, and the axes
+that a group joins."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +113,12 @@ class Collective:
 
     def seconds(self, gpu: Gpu) -> float:
         """The least time of one run: bytes over bandwidth, without latency. A ring between domains
-        is no faster than NVLink, over which it passes inside each domain."""
-        on_nvlink = 0.0
-        if self.counts_as != "all-to-all" or not self.crosses_domains(gpu):
+        is no faster than NVLink, over which it passes inside each domain. Inside a domain the
+        switches can sum, so each GPU sends only its own part of an all-reduce."""
+        crosses, on_nvlink = self.crosses_domains(gpu), 0.0
+        if self.counts_as == "all-reduce" and not crosses:
+            on_nvlink = self.bytes / (gpu.nvlink * 1e9)
+        elif self.counts_as != "all-to-all" or not crosses:
             on_nvlink = self.wire_bytes / self.count / (gpu.nvlink * 1e9)
         return max(on_nvlink, self.adapter_bytes(gpu) / (gpu.nic * 1e9))
 
@@ -166,16 +175,10 @@ def groups(attributes: str) -> tuple[tuple[int, ...], ...]:
 
 def _ids(attributes: str) -> tuple[tuple[int, ...], ...]:
     """The ids of each replica group, from any of XLA's notations: `{{0,1},{2,3}}`, `[2,2]<=[4]`
-    with or without `T(..)`, `mesh['a'=2,'b'=2] {'b'}`. Empty for `{}`."""
-    if named_mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
-        sizes = {
-            axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named_mesh.group(1))
-        }
-        ids = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
-        reduced = set(re.findall(r"'(\w+)'", named_mesh.group(2)))
-        order = sorted(range(len(sizes)), key=lambda n: list(sizes)[n] in reduced)
-        group = math.prod(size for axis, size in sizes.items() if axis in reduced)
-        return _tuples(ids.transpose(order).reshape(-1, group))
+    with or without `T(..)`, `mesh['a'=2,'b'=2] {'b'}`, or with a part of an axis:
+    `mesh['a'=8] {'a':(2)4}`. Empty for `{}`."""
+    if mesh := MESH.search(attributes):
+        return _mesh_groups(*mesh.groups())
     iota = re.search(r"replica_groups=\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if iota:
         dims = ints(iota.group(2))
@@ -187,6 +190,31 @@ def _ids(attributes: str) -> tuple[tuple[int, ...], ...]:
         return tuple(sorted(ends, key=lambda pair: -abs(pair[0] - pair[1])))
     listed = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", attributes)
     return tuple(tuple(ints(g)) for g in re.findall(r"\{([\d, ]+)\}", listed[1] if listed else ""))
+
+
+def _mesh_groups(mesh: str, order: str | None, joined: str) -> tuple[tuple[int, ...], ...]:
+    """The groups along axes of a mesh. `'a':(2)4` is the part of the axis `a` that has 4 members
+    and lies below a part of 2 (XLA's sub-axes). `order` has the ids if they are not ascending."""
+    sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", mesh)}
+    parts = [
+        (name, int(below or 1), int(below or 1) * int(size or sizes[name]))
+        for name, below, size in re.findall(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?", joined)
+    ]
+    dims: list[int] = []
+    reduced: list[bool] = []
+    for axis, size in sizes.items():
+        of = [part[1:] for part in parts if part[0] == axis]
+        for low, high in pairwise(sorted({1, size, *(cut for part in of for cut in part)})):
+            dims.append(high // low)
+            reduced.append(any(first <= low and high <= last for first, last in of))
+    ids = np.arange(math.prod(dims))
+    if order and (iota := re.fullmatch(r"(?:.*<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?", order)):
+        ids = ids.reshape(ints(iota[1])).transpose(ints(iota[2]) or None)  # [2,32]T(1,0)
+    elif order:
+        ids = np.array(ints(order))
+    last = sorted(range(len(dims)), key=reduced.__getitem__)
+    group = math.prod(size for size, joins in zip(dims, reduced, strict=True) if joins)
+    return _tuples(ids.reshape(dims).transpose(last).reshape(-1, group))
 
 
 def _tuples(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:

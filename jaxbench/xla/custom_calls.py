@@ -11,7 +11,7 @@ from collections import Counter
 from math import isqrt, prod
 
 from jaxbench.xla.hlo import Program, Rules, Work
-from jaxbench.xla.instruction import Instruction, Scope
+from jaxbench.xla.instruction import Instruction, Scope, ints
 from jaxbench.xla.timeline import QUANTIZED
 
 HADAMARD = "hadamard"
@@ -29,10 +29,19 @@ MASK = r'"mask_type":\s*"(\w+)"'
 TILE = 128
 """Keys, and queries, of a tile of cuDNN's attention: it computes a window in whole tiles."""
 
-ATTENTION = {"__cudnn$fmhaSoftmax": 1, "__cudnn$fmhaSoftmaxBackward": 2}
+ATTENTION = {
+    f"__cudnn$fmha{bias}Softmax{dropout}{backward}": 2 if backward else 1
+    for bias in ("", "ScaleBias")
+    for dropout in ("", "Dropout")
+    for backward in ("", "Backward")
+}
 """cuDNN's calls, and how many matmuls each has over the head dim of keys, and again over the head
 dim of values: forward QK^T and PV; backward dQ and dK, dP and dV. The scores that the backward
-kernel computes again are not counted."""
+kernel computes again are not counted. Calls with a bias or dropout count alike."""
+
+SCORES = r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]'
+"""Pattern of the shape of attention's scores: batch, heads, queries and keys, whatever the layout
+of the operands."""
 
 TOKAMAX = r"/(ragged_dot|ragged_contracting_dim_dot)_sm\d+/"
 """Pattern of tokamax's name of a grouped matmul, in the scope of its call; the second is that of a
@@ -53,18 +62,25 @@ def attention(i: Instruction, scope: Scope) -> Work:
 
     A sliding window counts as more, but shorter sequences with as many tokens in all. They are so
     short that under a causal mask a query sees on average as many keys as the tiles of its window
-    have. Tables are causal, so attention without such a mask counts as twice as many sequences.
+    have. Tables are causal, so attention without such a mask counts as twice as many sequences, and
+    attention to fewer or more keys than queries as sequences with as many scores.
     """
     dtype, (batch, length, heads, head_dim) = scope[i.operands[0]].arrays[0]
     _, (_, key_length, _, value_dim) = scope[i.operands[2]].arrays[0]
+    if scores := ints(i.attribute(SCORES)):
+        batch, heads, length, key_length = scores
     tokens = batch * length
     if window := int(i.attribute(WINDOW) or 0):
         # Under the causal mask a query sees half of a sequence's keys on average.
         length = key_length = min(length, 2 * TILE * (-(-window // TILE) + 1))
     flops = ATTENTION[i.target] * 2 * tokens * heads * key_length * (head_dim + value_dim)
     backward = i.target.endswith("Backward")
-    sequences = -(-tokens // length) * (1 if "CAUSAL" in (i.attribute(MASK) or "CAUSAL") else 2)
-    sizes = (sequences, heads, length, head_dim, value_dim)
+    causal, shorter = "CAUSAL" in (i.attribute(MASK) or "CAUSAL"), min(length, key_length)
+    # A causal sequence of the table has half of the scores. The mask begins at the first key, so it
+    # leaves nothing of the keys after the last query, and all keys to queries after the last key.
+    halves = (2 * length - shorter) * shorter if causal else 2 * length * key_length
+    sequences = -(-tokens * halves // (length * shorter**2))
+    sizes = (sequences, heads, shorter, head_dim, value_dim)
     return Work("attention", dtype, flops, sizes, backward)
 
 

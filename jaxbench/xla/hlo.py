@@ -38,12 +38,15 @@ MEMORY_BOUND = re.compile(
 )
 """Targets of custom calls that take only the time to move their bytes. They need no rule."""
 
+DOTS = "dot", "scaled-dot"
+"""Opcodes of matmuls. The operands of the second have a scale for each block."""
+
 GROUPED = "grouped", "grouped_weights"
 """Kinds of grouped matmuls (`ops.grouped`): of the rows of each group with a weight of its own, and
 the gradient of these weights."""
 
-COMPUTING = ("fft", "convolution", "cholesky", "triangular-solve")
-"""Opcodes of instructions that compute, and for which we have no rule."""
+UNKNOWN = ("fft", "convolution", "cholesky", "triangular-solve", "send", "recv")
+"""Opcodes of instructions that compute or send, and for which we have no rule."""
 
 EMULATED = re.compile(r'(?:algorithm=|"algorithm":"ALG_)dot_(\w+)', re.IGNORECASE)
 """Pattern of the algorithm that a program asks for, as in `dot_bf16_bf16_f32_x3`: the dtype in
@@ -184,7 +187,7 @@ class Program:
 
     def work(self, i: Instruction, scope: Scope) -> Work | None:
         """The work of a matmul or of a custom call with a rule; None for others."""
-        if i.opcode == "dot" or i.target in GEMM_CALLS:
+        if i.opcode in DOTS or i.target in GEMM_CALLS:
             return _product(i, scope)
         rule = self.rules.get(i.target)
         return rule(i, scope) if rule else None
@@ -196,9 +199,9 @@ class Program:
                 yield work, runs, i.attribute(SOURCE) or ""
 
     def unknown(self, i: Instruction, scope: Scope) -> str:
-        """The name of what an instruction computes, possibly inside a fusion, if its work is
-        unknown: the target of a custom call, or an opcode. Empty for other instructions."""
-        if i.opcode in COMPUTING:
+        """The name of what an instruction computes or sends, possibly inside a fusion, if its work
+        is unknown: the target of a custom call, or an opcode. Empty for other instructions."""
+        if i.opcode in UNKNOWN:
             return i.opcode
         if i.target:
             known = MEMORY_BOUND.fullmatch(i.target) or self.work(i, scope)
@@ -234,7 +237,8 @@ def _product(i: Instruction, scope: Scope) -> Work:
     )
     m = math.prod(lhs) // (batch * k)
     sizes = (batch, m, result // (batch * m), matmuls * k)
-    return Work("product", multiplied, 2 * result * matmuls * k, sizes)
+    flops, blocks = 2 * result * matmuls * k, i.opcode == "scaled-dot"
+    return Work("product", multiplied, flops, sizes, blocks=blocks)
 
 
 def _multiplied(dtype: str, i: Instruction) -> tuple[str, int]:

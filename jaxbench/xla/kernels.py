@@ -2,7 +2,8 @@
 fills read and write."""
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from jaxbench.xla.hlo import ALLOCATES, GEMM_CALLS, Program
@@ -25,6 +26,13 @@ SORT_TILE = 4096
 """The number of elements that one kernel of XLA's own sort sorts in shared memory."""
 
 SLICES = ("dynamic-slice", "slice", "gather")
+
+ELEMENTWISE = {
+    "convert", "copy", "negate", "abs", "add", "subtract", "multiply", "divide", "maximum",
+    "minimum", "exponential", "log", "tanh", "logistic", "rsqrt", "sqrt", "power", "select",
+    "compare", "and", "or", "not", "clamp", "transpose", "reshape",
+}  # fmt: skip
+"""Opcodes whose results have an element for each element of an operand."""
 
 FP8 = "f8"
 """The names of FP8's types begin with this."""
@@ -102,7 +110,12 @@ def moved_bytes(program: Program, i: Instruction, scope: Scope) -> int:
         return work.bytes
     body, users = _inside(program, i, scope)
     parameters = {j.name for j in users if j.opcode == "parameter"}
-    read = sum(_read(name, body, users) for name in (parameters if i.callees else set(i.operands)))
+    readers: defaultdict[str, list[Instruction]] = defaultdict(list)
+    for j in users:
+        for name in {*j.operands}:
+            readers[name].append(j)
+    names = parameters if i.callees else set(i.operands)
+    read = sum(_read(name, body, readers, users[-1]) for name in names)
     return read + sum(_size(j) for j in _written(users[-1], body))
 
 
@@ -122,24 +135,35 @@ def _inside(program: Program, i: Instruction, scope: Scope) -> tuple[Scope, list
     return body, [*(j for j in body.values() if j is not result), result]
 
 
-def _read(name: str, body: Scope, users: list[Instruction]) -> int:
-    """Bytes that these instructions read of an array. A scatter reads what it adds to."""
-    if name not in body:
-        return 0
-    total = 0
-    for user in users:
-        if name not in user.operands:
-            continue
+def _read(
+    name: str, body: Scope, readers: Mapping[str, list[Instruction]], result: Instruction,
+    known: dict[str, int] | None = None,
+) -> int:  # fmt: skip
+    """Bytes that a kernel reads of an array. A scatter reads what it adds to. Of an array that is
+    sliced after an operation on each element, as in `x.astype(bf16)[i]`, a kernel reads the
+    slice."""
+    known = {} if known is None else known
+    if name in known or name not in body:
+        return known.get(name, 0)
+    array, total = body[name], 0
+    # An array that the kernel itself computes is not updated in place.
+    computed = array.opcode in ELEMENTWISE and any(
+        array in readers.get(operand, []) for operand in array.operands
+    )
+    for user in readers.get(name, []):
         first = user.operands[0] == name
-        if user.opcode == "bitcast":
-            total += _read(user.name, body, users)
+        if user.opcode == "bitcast" and user is not result:
+            total += _read(user.name, body, readers, result, known)
         elif user.opcode in SLICES and first:
             total += user.bytes
         elif user.opcode == "scatter" and name in (arrays := user.operands[: _arrays(user)]):
             total += body[_updates(user)[arrays.index(name)]].bytes
-        elif not (user.opcode == "dynamic-update-slice" and first):
-            return body[name].bytes
-    return min(total, body[name].bytes)
+        elif user.opcode in ELEMENTWISE and user is not result and user.bytes:
+            total += array.bytes * _read(user.name, body, readers, result, known) // user.bytes
+        elif not (user.opcode == "dynamic-update-slice" and first and not computed):
+            total += array.bytes
+    known[name] = min(total, array.bytes)
+    return known[name]
 
 
 def _written(i: Instruction, body: Scope) -> Iterator[Instruction]:

@@ -86,7 +86,8 @@ class Walk:
                 moved = moved_bytes(self.program, i, scope)
                 unknown = self.program.unknown(i, scope)
                 fp8 = written_fp8(self.program, i, scope)
-                kernel = Kernel(works, moved, i.attribute(SOURCE) or "", unknown, fp8)
+                passes = launches(self.program, i, scope)
+                kernel = Kernel(works, moved, i.attribute(SOURCE) or "", unknown, fp8, passes)
             self._kernels[key] = kernel
         return self._kernels[key]
 

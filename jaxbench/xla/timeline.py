@@ -25,14 +25,15 @@ copies from and to the host are in `host`."""
 @dataclass(frozen=True)
 class Kernel:
     """One run of a kernel: its work (including fused work), the bytes that it reads and writes, its
-    JAX operation, the target of a custom call whose work is unknown, and the bytes of FP8 that it
-    writes."""
+    JAX operation, the target of a custom call whose work is unknown, the bytes of FP8 that it
+    writes, and for a sort the number of its launches."""
 
     works: tuple[Work, ...]
     bytes: int
     source: str
     unknown: str = ""
     fp8: int = 0
+    passes: int = 1
 
     @property
     def makes_fp8(self) -> bool:

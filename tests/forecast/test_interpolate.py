@@ -49,3 +49,12 @@ def test_products_that_are_left_out_are_found_again(gpu, dtype):
     *_, high = statistics.quantiles(ratios, n=20)
     low, *_ = statistics.quantiles(ratios, n=20)
     assert 0.84 < low < high < 1.16
+
+
+@pytest.mark.parametrize("second", [5.0, 10.0, 100.0])
+def test_a_smaller_size_than_the_first_takes_no_longer_and_not_nothing(second):
+    """Whether or not measured times grow with the size."""
+    grid = Grid({(64,): 10.0, (128,): second})
+    times = [grid.at((size,)) for size in (1, 16, 32, 64)]
+    assert times == sorted(times)
+    assert all(time >= 10 * size / 64 for time, size in zip(times, (1, 16, 32, 64), strict=True))

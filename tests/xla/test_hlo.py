@@ -115,6 +115,39 @@ def test_attention_without_a_causal_mask_takes_twice_as_long(mask, sequences):
     assert forward.flops == 4 * 2 * 4 * 64 * 64 * 16
 
 
+def configured(scores, target="__cudnn$fmhaSoftmax"):
+    """The program with cuDNN's shape of the scores."""
+    dimensions = ", ".join(f'"{size}"' for size in scores)
+    config = f'{{"intermediate_tensor_shape": {{"dimensions": [{dimensions}]}}}}'
+    return PROGRAM.replace(
+        'custom_call_target="__cudnn$fmhaSoftmax"',
+        f'custom_call_target="{target}", backend_config={config}',
+    )
+
+
+@pytest.mark.parametrize("bias", ["", "ScaleBias"])
+@pytest.mark.parametrize("dropout", ["", "Dropout"])
+def test_attention_may_have_a_bias_and_dropout(bias, dropout):
+    forward = forward_attention(configured((2, 4, 64, 64), f"__cudnn$fmha{bias}Softmax{dropout}"))
+    assert forward == forward_attention(PROGRAM)
+
+
+def test_attention_may_have_its_heads_before_its_tokens():
+    turned = configured((2, 4, 64, 64)).replace("[2,64,4,16]", "[2,4,64,16]")
+    assert forward_attention(turned) == forward_attention(PROGRAM)
+
+
+def test_attention_to_more_keys_takes_longer():
+    """To queries after the first 64 keys the mask shows all keys, so in causal sequences of 64 keys
+    the work is that of 7 halves of 2 sequences."""
+    forward = forward_attention(configured((2, 4, 64, 512)).replace("[2,64,2,16]", "[2,512,2,16]"))
+    assert forward.flops == 4 * 2 * 4 * 64 * 512 * 16
+    assert forward.sizes[:3] == (2, 4, 64)
+    masked = '"mask_type": "NO_MASK", "intermediate_tensor_shape"'
+    whole = configured((2, 4, 64, 512)).replace('"intermediate_tensor_shape"', masked)
+    assert forward_attention(whole.replace("[2,64,2,16]", "[2,512,2,16]")).sizes[0] == 2 * 2 * 8
+
+
 def test_a_window_counts_the_keys_of_its_tiles():
     """Of 4096 tokens a query sees two tiles of 128, as on average in sequences of 512."""
     options = '"sliding_window_length": 128, "max_seg_per_batch": 1'
@@ -152,6 +185,15 @@ def test_collectives(program):
         ("replica_groups=[4,4]<=[2,2,4]T(1,0,2), dimensions={0}", (0, 1, 2, 3)),
         ("replica_groups=[4,4]<=[2,2,4]T(2,0,1), dimensions={0}", (0, 4, 8, 12)),
         ("replica_groups=mesh['a'=2,'b'=3,'c'=2] {'a','c'}, channel_id=1", (0, 1, 6, 7)),
+        ("replica_groups=mesh['f'=8] {'f':(2)4}, channel_id=1", (0, 1, 2, 3)),
+        ("replica_groups=mesh['d'=64] {'d':(1)2}", (0, 32)),
+        ("replica_groups=mesh['a'=2,'f'=8] {'a','f':(2)2}", (0, 2, 8, 10)),
+        (
+            "replica_groups=mesh['x'=1,'y'=8,'z'=2], device_ids=([2,8]T(1,0)) {'y'}, channel_id=1",
+            (0, 1, 2, 3, 4, 5, 6, 7),
+        ),
+        ("replica_groups=mesh['dp-out'=2,'tp.in'=4] {'tp.in'}", (0, 1, 2, 3)),
+        ("replica_groups=mesh[dp=2,tp=4] {dp}", (0, 4)),
         ("source_target_pairs={{0,8},{8,0}}", (0, 8)),
         ("dimensions={0}", (0,)),
     ],
@@ -497,6 +539,7 @@ ENTRY %main (a: {dtype}[8,16], b: {dtype}[16,4]) -> {dtype}[8,4] {{
         ('f32[8,4]{1,0} custom-call(%x), custom_call_target="__gpu$xla.gpu.triton", '
          'backend_config={name = "their_kernel"}', "__gpu$xla.gpu.triton"),
         ('f32[8,4]{1,0} custom-call(%x), custom_call_target="__cub$DeviceRadixSort"', ""),
+        ("(f32[8,4]{1,0}, u32[], token[]) send(%x, %x), channel_id=1", "send"),
         ("f32[8,4]{1,0} tanh(%x)", ""),
     ],
 )  # fmt: skip

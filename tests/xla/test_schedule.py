@@ -264,6 +264,21 @@ custom_call_target="__cub$DeviceRadixSort"
     assert found.launches == 13
 
 
+def test_a_product_of_blocks_with_scales_is_compute():
+    fused = """\
+%fused (p: f8e4m3fn[64,64], s: f8e8m0fnu[64,2]) -> bf16[64,64] {
+  %p = f8e4m3fn[64,64]{1,0} parameter(0)
+  %s = f8e8m0fnu[64,2]{1,0} parameter(1)
+  ROOT %d = bf16[64,64]{1,0} scaled-dot(%p, %p, %s, %s), lhs_contracting_dims={1}, \
+rhs_contracting_dims={1}
+}
+"""
+    body = "  %f = bf16[64,64]{1,0} fusion(%x, %x), kind=kCustom, calls=%fused\n"
+    found = program(body, fused)
+    ((work, runs, _),) = found.works()
+    assert (work.format, work.flops, runs) == ("mxfp8", 2 * 64**3, 1)
+
+
 def test_a_product_inside_a_fusion_is_compute():
     fused = """\
 %fused (p: bf16[8,8]) -> bf16[8,8] {
@@ -299,6 +314,13 @@ UPDATE = """\
   %zero = s32[] constant(0)
   ROOT %row = f32[1,8]{1,0} dynamic-slice(%stack, %i, %zero), dynamic_slice_sizes={1,8}
 }
+%cast (stack: f32[10,8], i: s32[]) -> bf16[1,8] {
+  %stack = f32[10,8]{1,0} parameter(0)
+  %low = bf16[10,8]{1,0} convert(%stack)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %row = bf16[1,8]{1,0} dynamic-slice(%low, %i, %zero), dynamic_slice_sizes={1,8}
+}
 """
 
 
@@ -308,10 +330,13 @@ UPDATE = """\
         ("fusion(%s, %r, %n), kind=kLoop, calls=%update", 32 + 4 + 32),
         ("fusion(%s, %n), kind=kLoop, calls=%slice", 32 + 4 + 32),
         ("dynamic-slice(%s, %n, %n), dynamic_slice_sizes={1,8}", 32 + 4 + 32),
+        # Only the slice of a cast array is read.
+        ("fusion(%s, %n), kind=kLoop, calls=%cast", 32 + 4 + 16),
     ],
 )
 def test_traffic_of_slices_and_updates_in_place(line, expected):
     shape = "f32[10,8]{1,0}" if "update" in line else "f32[1,8]{1,0}"
+    shape = "bf16[1,8]{1,0}" if "cast" in line else shape
     text = f"""\
   %s = f32[10,8]{{1,0}} parameter(1)
   %r = f32[1,8]{{1,0}} parameter(2)
