@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from compiled import needs_compiler
 from made_plans import made, slower
 from mistakes import assert_mistake
 from parsed import Parsed
@@ -228,6 +229,7 @@ def test_mistakes(words, message, capsys):
     assert_mistake(compare_gpus.main, [*WORDS, *words], message, capsys)
 
 
+@needs_compiler
 @pytest.mark.parametrize("dtype", ["fp16", "[bf16]"])
 def test_a_mistyped_format_of_a_recipe_is_named(dtype, tmp_path, capsys):
     text = (recipes.config_folder() / "llama31_8b_bf16.yaml").read_text()
