@@ -55,6 +55,7 @@ from jaxbench.xla.schedule import Roofline, Walk
 
 EIGHT_RANKS = (
     "parallelism.fsdp=2", "parallelism.expert=8", "batch.microbatch=4", "execution.expert_parts=2",
+    "model.experts={slots: shared, rank_capacity_factor: 1.1}",
 )  # fmt: skip
 ONE_SEQUENCE = "batch.microbatch=1", "execution.expert_parts=1"
 SHAPES: dict[str, tuple[str, int, tuple[str, ...]]] = {
