@@ -31,7 +31,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 from forecast import layouts, mesh_lines
 from tables import replace_table, table
 
-from jaxbench.base.errors import RecipeError
+from jaxbench.base.errors import RecipeError, counted
 from jaxbench.base.files import write_whole
 from jaxbench.plan import candidates, search, systems
 from jaxbench.plan.plan import Plan
@@ -200,7 +200,8 @@ def document() -> str:
     )
     return "\n".join([
         f"{len(planned_there)} of {len(every)} rows that name a mesh are planned on it so far. "
-        f"{len(known) - len(planned_there)} rows cannot run there, and the table says why. "
+        "Cannot run there, for the reason in the table: "
+        f"{counted(len(known) - len(planned_there), 'row')}. "
         f"Over the published step, forecasts there are {spread(there)}; those of the same rows on "
         f"our meshes are {spread(ours)}.", "",
         *table(
