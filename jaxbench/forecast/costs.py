@@ -83,12 +83,11 @@ class Measured(Roofline):
     def kernel(self, kernel: Kernel) -> Mapping[str, float]:
         """Seconds of a kernel by part. A matmul or attention takes its measured time, and at least
         the time to move its bytes. Any other kernel takes the time to move its bytes."""
-        start, moving = self._memory(kernel.bytes, kernel.makes_fp8)
-        if not kernel.works and kernel.passes > 1:
-            start, moving = self._memory(kernel.bytes // kernel.passes)
-            return {"launches": kernel.passes * start, kernel.part: kernel.passes * moving}
         if not kernel.works:
-            return {"launches": start, kernel.part: moving} if kernel.bytes else {}
+            start, moving = self._memory(kernel.bytes // kernel.launches, kernel.makes_fp8)
+            seconds = {"launches": kernel.launches * start, kernel.part: kernel.launches * moving}
+            return seconds if kernel.bytes else {}
+        start, moving = self._memory(kernel.bytes, kernel.makes_fp8)
         computing = sum(self.work(work) for work in kernel.works)
         seconds = {kernel.part: max(computing, start + moving)}
         return seconds | {"launches": kernel.further * start} if kernel.further else seconds
@@ -155,15 +154,12 @@ class Measured(Roofline):
         return work.dtype == "bf16" and spans(times, work.sizes[3:], work.sizes[2])
 
     def _as_measured(self, work: Work) -> tuple[int, int, int]:
-        """m, n and k of a matmul. They come with m and n swapped if the table covers them only this
-        way, since the transposed matmul is the same work."""
+        """m, n and k of a matmul. They come with m and n swapped if only this way none is above the
+        table, since the transposed matmul is the same work."""
         m, n, k = padded(work)
         grid = self.products[self.format(work)]
-
-        def beyond(sizes: tuple[int, ...]) -> bool:
-            return any(size > axis[-1] for size, axis in zip(sizes, grid.axes, strict=True))
-
-        return (n, m, k) if beyond((m, n, k)) and not beyond((n, m, k)) else (m, n, k)
+        swapped = grid.ends_below((m, n, k)) and not grid.ends_below((n, m, k))
+        return (n, m, k) if swapped else (m, n, k)
 
     def _product_s(self, work: Work) -> float:
         measured = self.products[self.format(work)].at(self._as_measured(work)) * MICRO

@@ -42,6 +42,10 @@ class Grid:
         """True for sizes inside the grid."""
         return all(a[0] <= s <= a[-1] for s, a in zip(sizes, self.axes, strict=True))
 
+    def ends_below(self, sizes: Sizes) -> bool:
+        """True if one of the sizes is above the last one of the grid."""
+        return any(size > axis[-1] for size, axis in zip(sizes, self.axes, strict=True))
+
     def at(self, sizes: Sizes) -> float:
         """The time at sizes. Below the first size it is at most the time there, and at least in
         proportion to it, since a line through two measured times may rise towards small sizes."""

@@ -113,7 +113,8 @@ def with_settings(gpu: Gpu, settings: Sequence[str], option: str = "--system") -
             number = 0
         if not (number > 0 and float(value) <= LARGEST):
             names = ", ".join(f"{name}=N" for name in SETTINGS)
-            raise RecipeError(f"{option} {setting}: expected one of {names}, with N above 0")
+            allowed = f"with N above 0 and at most {LARGEST:,.0f}"
+            raise RecipeError(f"{option} {setting}: expected one of {names}, {allowed}")
         if key in PEAKS and key not in gpu.tflops:
             raise RecipeError(f"{option} {setting}: {gpu.name} does not multiply in {key}")
         peaks = {"tflops": gpu.tflops | {key: number}}

@@ -84,16 +84,10 @@ def compare(a: Sequence[Result], b: Sequence[Result], threshold: float) -> Compa
                 raise RecipeError(
                     f"{r.run.path}: {side} needs complete runs, but this one is {r.verdict}"
                 )
-    workloads = {
-        (r.run.recipe, r.run.dtype, r.run.gpus, r.run.tokens, r.run.tflop) for r in [*a, *b]
-    }
+    runs = [r.run for r in [*a, *b]]
+    workloads = {f"{run.recipe} {run.dtype} on {run.gpus}, {run.work}" for run in runs}
     if len(workloads) > 1:
-        texts = sorted(
-            f"{recipe} {dtype} on {gpus}, {tokens} tokens"
-            + (f" and {tflop:g} TFLOP per GPU" if tflop else "")
-            for recipe, dtype, gpus, tokens, tflop in workloads
-        )
-        raise RecipeError(f"A and B are of different work: {'; '.join(texts)}")
+        raise RecipeError(f"A and B are of different work: {'; '.join(sorted(workloads))}")
     generator = np.random.default_rng(SEED)
     samples = [[np.asarray(r.run.times(r.window)) for r in side] for side in (a, b)]
     means = [np.mean([np.mean(times) for times in side]) for side in samples]

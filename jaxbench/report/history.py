@@ -174,9 +174,9 @@ def _series(group: Sequence[Result], device: str, threshold: float) -> Series:
 def _with_work(row: Series) -> Series:
     """A series whose name says how much work a step is, next to one of the same row with another
     model or batch."""
-    run = row.points[0].result.run
-    work = f", {run.tokens} tokens and {run.tflop or 0:g} TFLOP per GPU"
-    return replace(row, name=row.name + work, brief=row.brief + work)
+    runs = [point.result.run for point in row.points]
+    work = max(runs, key=lambda run: run.tflop or 0.0).work  # not that of a run without a step
+    return replace(row, name=f"{row.name}, {work}", brief=f"{row.brief}, {work}")
 
 
 def _points(group: Sequence[Result], threshold: float) -> Iterator[Point]:

@@ -142,6 +142,12 @@ class RunData:
         return float(f"{count / 1e12:.2e}") if count else None
 
     @property
+    def work(self) -> str:
+        """The work of a step in words."""
+        flops = f" and {self.tflop:g} TFLOP per GPU" if self.tflop else ""
+        return f"{self.tokens} tokens{flops}"
+
+    @property
     def null(self) -> bool:
         """True for a run on null GPUs."""
         hardware = self.record.get("hardware")

@@ -3,8 +3,9 @@ fills read and write."""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from jaxbench.xla.hlo import ALLOCATES, GEMM_CALLS, Program
 from jaxbench.xla.instruction import DTYPE_BITS, Instruction, Scope, array_shapes, root, shape_bytes
@@ -110,12 +111,7 @@ def moved_bytes(program: Program, i: Instruction, scope: Scope) -> int:
         return work.bytes
     body, users = _inside(program, i, scope)
     parameters = {j.name for j in users if j.opcode == "parameter"}
-    readers: defaultdict[str, list[Instruction]] = defaultdict(list)
-    for j in users:
-        for name in {*j.operands}:
-            readers[name].append(j)
-    names = parameters if i.callees else set(i.operands)
-    read = sum(_read(name, body, readers, users[-1]) for name in names)
+    read = _bytes_read(parameters if i.callees else {*i.operands}, body, users)
     return read + sum(_size(j) for j in _written(users[-1], body))
 
 
@@ -135,35 +131,38 @@ def _inside(program: Program, i: Instruction, scope: Scope) -> tuple[Scope, list
     return body, [*(j for j in body.values() if j is not result), result]
 
 
-def _read(
-    name: str, body: Scope, readers: Mapping[str, list[Instruction]], result: Instruction,
-    known: dict[str, int] | None = None,
-) -> int:  # fmt: skip
-    """Bytes that a kernel reads of an array. A scatter reads what it adds to. Of an array that is
-    sliced after an operation on each element, as in `x.astype(bf16)[i]`, a kernel reads the
-    slice."""
-    known = {} if known is None else known
-    if name in known or name not in body:
-        return known.get(name, 0)
-    array, total = body[name], 0
-    # An array that the kernel itself computes is not updated in place.
-    computed = array.opcode in ELEMENTWISE and any(
-        array in readers.get(operand, []) for operand in array.operands
-    )
-    for user in readers.get(name, []):
-        first = user.operands[0] == name
-        if user.opcode == "bitcast" and user is not result:
-            total += _read(user.name, body, readers, result, known)
-        elif user.opcode in SLICES and first:
-            total += user.bytes
-        elif user.opcode == "scatter" and name in (arrays := user.operands[: _arrays(user)]):
-            total += body[_updates(user)[arrays.index(name)]].bytes
-        elif user.opcode in ELEMENTWISE and user is not result and user.bytes:
-            total += array.bytes * _read(user.name, body, readers, result, known) // user.bytes
-        elif not (user.opcode == "dynamic-update-slice" and first and not computed):
-            total += array.bytes
-    known[name] = min(total, array.bytes)
-    return known[name]
+def _bytes_read(names: Collection[str], body: Scope, users: list[Instruction]) -> int:
+    """Bytes that a kernel reads of some arrays. `users` are its instructions, the result last.
+
+    A scatter reads what it adds to. Of an array that is sliced after an operation on each element,
+    as in `x.astype(bf16)[i]`, a kernel reads the slice."""
+    readers: defaultdict[str, list[Instruction]] = defaultdict(list)
+    for user in users:
+        for operand in {*user.operands}:
+            readers[operand].append(user)
+
+    @cache
+    def read(name: str) -> int:
+        array, total = body[name], 0
+        # An array that the kernel itself computes is not updated in place.
+        computed = array.opcode in ELEMENTWISE and any(
+            array in readers[operand] for operand in array.operands
+        )
+        for user in readers[name]:
+            first, inner = user.operands[0] == name, user is not users[-1]
+            if user.opcode == "bitcast" and inner:
+                total += read(user.name)
+            elif user.opcode in SLICES and first:
+                total += user.bytes
+            elif user.opcode == "scatter" and name in (arrays := user.operands[: _arrays(user)]):
+                total += body[_updates(user)[arrays.index(name)]].bytes
+            elif user.opcode in ELEMENTWISE and inner and user.bytes:
+                total += array.bytes * read(user.name) // user.bytes
+            elif not (user.opcode == "dynamic-update-slice" and first and not computed):
+                total += array.bytes
+        return min(total, array.bytes)
+
+    return sum(read(name) for name in names if name in body)
 
 
 def _written(i: Instruction, body: Scope) -> Iterator[Instruction]:

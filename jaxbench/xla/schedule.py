@@ -59,7 +59,6 @@ class Walk:
     def __init__(self, program: Program):
         self.program = program
         self._kernels: dict[tuple[str, str], Kernel | None] = {}
-        self._launches: dict[tuple[str, str], int] = {}
 
     def under(self, costs: Roofline) -> Schedule:
         """The simulated schedule of one step with a cost model."""
@@ -86,19 +85,15 @@ class Walk:
                 moved = moved_bytes(self.program, i, scope)
                 unknown = self.program.unknown(i, scope)
                 fp8 = written_fp8(self.program, i, scope)
-                passes = launches(self.program, i, scope)
-                kernel = Kernel(works, moved, i.attribute(SOURCE) or "", unknown, fp8, passes)
+                count = launches(self.program, i, scope)
+                kernel = Kernel(works, moved, i.attribute(SOURCE) or "", unknown, fp8, count)
             self._kernels[key] = kernel
         return self._kernels[key]
 
     def _launched(self, computation: str, i: Instruction) -> int:
         """The number of kernels, copies and fills that an instruction launches."""
-        key = computation, i.name
-        if key not in self._launches:
-            further = kernel.further if (kernel := self._kernel(computation, i)) else 0
-            scope = self.program.computations[computation]
-            self._launches[key] = launches(self.program, i, scope) + further
-        return self._launches[key]
+        kernel = self._kernel(computation, i)
+        return 1 + kernel.further if kernel else int(launches_kernel(i))
 
     def _simulate(self, name: str, costs: Roofline) -> Schedule:
         total, scope = Schedule(), self.program.computations[name]

@@ -26,14 +26,14 @@ copies from and to the host are in `host`."""
 class Kernel:
     """One run of a kernel: its work (including fused work), the bytes that it reads and writes, its
     JAX operation, the target of a custom call whose work is unknown, the bytes of FP8 that it
-    writes, and for a sort the number of its launches."""
+    writes, and its launches, of which a sort has several."""
 
     works: tuple[Work, ...]
     bytes: int
     source: str
     unknown: str = ""
     fp8: int = 0
-    passes: int = 1
+    launches: int = 1
 
     @property
     def makes_fp8(self) -> bool:
@@ -44,7 +44,7 @@ class Kernel:
     @property
     def further(self) -> int:
         """The number of launches after the first."""
-        return sum(work.launches - 1 for work in self.works)
+        return self.launches - 1 + sum(work.launches - 1 for work in self.works)
 
     @property
     def part(self) -> str:

@@ -248,7 +248,7 @@ def test_a_format_without_a_table_is_slower_in_proportion_to_the_peaks(gpu, dtyp
 
 def test_a_sort_waits_for_each_of_its_launches():
     once = measured().kernel(Kernel((), 13 * 10**6, "jit(step)/sort"))
-    found = measured().kernel(Kernel((), 13 * 10**6, "jit(step)/sort", passes=13))
+    found = measured().kernel(Kernel((), 13 * 10**6, "jit(step)/sort", launches=13))
     assert found["launches"] == pytest.approx(13 * once["launches"])
     assert found["other kernels"] > once["other kernels"]
 

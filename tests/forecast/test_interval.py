@@ -2,6 +2,7 @@
 
 import random
 import re
+import statistics
 from math import exp, log, sqrt
 
 import pytest
@@ -162,3 +163,10 @@ def test_the_document_and_the_errors_are_of_one_run():
 def test_documents_state_the_errors_of_today(name):
     text = " ".join((ROOT / name).read_text().split())
     assert accuracy(errors()) in text
+
+
+def test_a_guide_has_the_errors_in_round_figures():
+    text = (ROOT / "docs/guide/how_long.md").read_text()
+    median, worst = re.search(r"about (\d+) % at the median and (\d+) % at worst", text).groups()
+    sizes = [100 * abs(timed.error) for timed in errors()]
+    assert (int(median), int(worst)) == (round(statistics.median(sizes)), round(max(sizes)))
