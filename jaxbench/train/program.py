@@ -75,7 +75,7 @@ def device_kind() -> str:
 def parse_program(compiled: Any, run: Run) -> Program:
     """The parsed program of a run's compiled step."""
     program = Program.parse(compiled.as_text(), custom_calls.RULES)
-    program.multi_streaming = flags.multi_streaming(run)
+    program.concurrent = flags.concurrent(run)
     return program
 
 

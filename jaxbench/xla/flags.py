@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal
 
 from jaxbench.base.errors import RecipeError, meant
 from jaxbench.recipe.settings import Run
@@ -103,15 +104,21 @@ SETS: dict[str, Options] = {"tuned": TUNED, "guided": GUIDED, "default": {}}
 OURS = "tuned", "guided"
 """The sets to which we add options that fit the program: pipelined or not, in FP8 or not."""
 
+SPLITTING = "xla_gpu_enable_nccl_comm_splitting"
+"""The flag with which XLA splits communicators from that of all GPUs. It is on by default. Split
+communicators share resources, so NCCL runs their collectives one after another, whatever their
+streams (docs/reference/xla_flags.md, *Collectives in flight*). XLA reads it only from `XLA_FLAGS`.
+"""
+
 MULTI_STREAMING = "xla_gpu_experimental_enable_collective_multi_streaming"
-"""The option that gives collectives several streams. Without it jax 0.10 to 0.12 run all
-collectives one after another (docs/reference/xla_flags.md, *Collectives in flight*)."""
+"""The option that gives asynchronous collectives several streams. It has an effect only without
+`SPLITTING`."""
 
 PGLE = "xla_gpu_pgle_profile_file_or_directory_path"
 """The option that names the file of a profile."""
 
 KNOWN = {name for options in (*SETS.values(), PIPELINED, IN_FP8, PINNING) for name in options}
-KNOWN.add(MULTI_STREAMING)
+KNOWN |= {MULTI_STREAMING, SPLITTING}
 
 REMOVED = {
     "xla_gpu_graph_level": "use xla_gpu_enable_command_buffer='' (off)",
@@ -158,6 +165,11 @@ def overruled(run: Run, platform: str) -> list[str]:
 def _selected(run: Run) -> tuple[Options, Options]:
     """The options of a run's set on GPUs, and the changes to it."""
     name, *changes = _parts(run)
+    if any(change.startswith(f"{SPLITTING}=") for change in changes):
+        raise RecipeError(
+            f"execution.xla_flags: XLA reads {SPLITTING} only from the variable XLA_FLAGS; "
+            f"set XLA_FLAGS=--{SPLITTING}=false"
+        )
     if name not in SETS:
         raise RecipeError(f"execution.xla_flags: {name!r} is none of {', '.join(SETS)}")
     overrides = dict(_flag(change) for change in changes)
@@ -218,11 +230,16 @@ def _user_values(ours: Options, overrides: Options) -> Options:
     return values
 
 
-def multi_streaming(run: Run) -> bool:
-    """True if the collectives of a run have several streams on GPUs."""
-    by_variable = values_in(variable()).get(MULTI_STREAMING, False)
-    chosen = options(run, "gpu").get(MULTI_STREAMING, by_variable)
-    return chosen in (True, "", "true", "1")
+def concurrent(run: Run) -> Literal["none", "synchronous", "all"]:
+    """Which collectives of a run do not wait for earlier ones on other links (`Concurrency`)."""
+    given = values_in(variable())
+    if given.get(SPLITTING, "true") not in ("false", "0"):
+        return "none"
+    chosen = options(run, "gpu").get(MULTI_STREAMING, given.get(MULTI_STREAMING, False))
+    if chosen in (True, "", "true", "1"):
+        return "all"
+    # jax 0.10 puts synchronous collectives on the stream of the others if several may be in flight.
+    return "synchronous" if _release() >= (0, 11) else "none"
 
 
 def guided(run: Run) -> bool:

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from jaxbench.xla.instruction import (
     COUNTED,
@@ -102,14 +103,18 @@ Rules = Mapping[str, Callable[[Instruction, Scope], Work | None]]
 know."""
 
 
+Concurrency = Literal["none", "synchronous", "all"]
+"""Which collectives do not wait for earlier ones on other links (NVLink or the network)."""
+
+
 @dataclass
 class Program:
     """A compiled module: its computations by name, the name of its entry computation, the number of
     devices that it is compiled for, and the rules for its custom calls.
 
-    `assumed` names what may run in another way than we counted it. `multi_streaming` is true if the
-    program's collectives on NVLink and on the network run at the same time. Its text does not say
-    so; it follows from a compiler option (`flags.MULTI_STREAMING`).
+    `assumed` names what may run in another way than we counted it. `concurrent` says which
+    collectives run at the same time as others on other links. The text does not say so; it follows
+    from compiler options (`flags.concurrent`).
     """
 
     entry: str
@@ -117,7 +122,7 @@ class Program:
     devices: int = 1
     rules: Rules = field(default_factory=dict, repr=False)
     assumed: list[str] = field(default_factory=list)
-    multi_streaming: bool = False
+    concurrent: Concurrency = "none"
 
     @classmethod
     def parse(cls, text: str, rules: Rules | None = None, strict: bool = True) -> "Program":

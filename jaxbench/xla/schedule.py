@@ -1,13 +1,12 @@
 """Simulates a compiled program along XLA's schedule with a cost model.
 
 The streams are XLA:GPU's. Kernels run one after another. A collective starts at its `-start` in the
-schedule, waits until all earlier collectives are done, and overlaps with kernels until its `-done`.
-The time for which kernels then wait for it is *exposed*. All collectives share one queue, since XLA
-runs them on one stream by default (`flags.MULTI_STREAMING`). In the bound, an asynchronous kernel
-that only moves bytes gets the memory bandwidth that others leave until its `-done`, and then all of
-it. In a forecast it takes its turn like any other, because kernels on two streams take turns where
-each of them fills the GPU. `Roofline` is the cost model of the bound, which docs/design/plan.md
-explains; `forecast.costs.Measured` extends it.
+schedule, waits until all earlier collectives are done (but see `Program.concurrent`), and overlaps
+with kernels until its `-done`. The time for which kernels then wait for it is *exposed*. In the
+bound, an asynchronous kernel that only moves bytes gets the memory bandwidth that others leave
+until its `-done`, and then all of it. In a forecast it takes its turn like any other, because
+kernels on two streams take turns where each of them fills the GPU. `Roofline` is the cost model of
+the bound, which docs/design/plan.md explains; `forecast.costs.Measured` extends it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -99,7 +98,7 @@ class Walk:
         total, scope = Schedule(), self.program.computations[name]
         completed = ((i, collectives.completed(i, scope)) for i in scope.values())
         starts = {_start_name(i): collective for i, collective in completed if collective}
-        free_at: dict[bool, float] = {}  # for each queue of collectives
+        free_at: dict[bool, float] = {}  # for links inside of NVLink domains, and between them
         side, link = _SideStream(total), HostLink(costs.gpu, total.host)
         running: dict[str, tuple[Collective, float, float]] = {}  # with its seconds and end
         uncovered: set[str] = set()
@@ -136,10 +135,9 @@ class Walk:
             if (collective := starts.get(i.name)) is not None:
                 seconds = costs.collective(collective)
                 links = collective.crosses_domains(costs.gpu)
-                queue = links and self.program.multi_streaming
-                begins = max(total.step_s, free_at.get(queue, 0.0))
-                free_at[queue] = begins + seconds
-                running[i.name] = collective, seconds, free_at[queue]
+                begins = max(total.step_s, self._free_at(i, links, free_at))
+                free_at[links] = begins + seconds
+                running[i.name] = collective, seconds, free_at[links]
                 total.occupy(LINKS[links], i.name, begins, seconds, launched, collective)
                 link.share(total.step_s, collective.adapter_bytes(costs.gpu))
                 uncovered.add(i.name)
@@ -151,6 +149,12 @@ class Walk:
                     Transfer(collective, seconds, exposed_s, start not in uncovered)
                 )
         return side.finished()
+
+    def _free_at(self, i: Instruction, links: bool, free_at: Mapping[bool, float]) -> float:
+        """When a collective may begin: after all earlier ones, or only after those on its links."""
+        synchronous = not i.opcode.endswith("-start")
+        alone = {"none": False, "synchronous": synchronous, "all": True}[self.program.concurrent]
+        return free_at.get(links, 0.0) if alone else max(free_at.values(), default=0.0)
 
 
 class _SideStream:

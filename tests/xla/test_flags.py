@@ -55,6 +55,31 @@ def test_layers_that_stand_one_after_another_are_not_pipelined(monkeypatch):
     assert flags.options(run, "gpu") == flags.TUNED | flags.UNROLLED
 
 
+@pytest.mark.parametrize(
+    ("variable", "chosen", "release", "concurrent"),
+    [
+        ("", "tuned", (0, 11), "none"),
+        ("", f"tuned,{flags.MULTI_STREAMING}=true", (0, 11), "none"),
+        (f"--{flags.SPLITTING}=false", "tuned", (0, 11), "synchronous"),
+        (f"--{flags.SPLITTING}=false", "tuned", (0, 10), "none"),
+        (f"--{flags.SPLITTING}=false", f"tuned,{flags.MULTI_STREAMING}=true", (0, 11), "all"),
+        (f"--{flags.SPLITTING}=0 --{flags.MULTI_STREAMING}", "tuned", (0, 11), "all"),
+        (f"--{flags.SPLITTING}", "tuned", (0, 11), "none"),
+    ],
+)
+def test_collectives_run_at_once_only_if_communicators_are_not_split(
+    monkeypatch, variable, chosen, release, concurrent
+):
+    monkeypatch.setenv("XLA_FLAGS", variable)
+    monkeypatch.setattr(flags, "_release", lambda: release)
+    assert flags.concurrent(smoke_run("llama31_8b_bf16", chosen)) == concurrent
+
+
+def test_the_split_of_communicators_is_no_option_of_a_program():
+    with pytest.raises(RecipeError, match=f"only from .*; set XLA_FLAGS=--{flags.SPLITTING}=false"):
+        flags.options(smoke_run("llama31_8b_bf16", f"tuned,{flags.SPLITTING}=false"), "gpu")
+
+
 def test_a_set_can_be_changed():
     run = smoke_run("llama31_8b_bf16", "default,xla_gpu_a=false,xla_gpu_b=4,xla_gpu_c=x")
     assert flags.options(run, "gpu") == {"xla_gpu_a": False, "xla_gpu_b": 4, "xla_gpu_c": "x"}

@@ -123,8 +123,21 @@ def test_collectives_run_one_after_another():
     near_and_far = program(both.replace(second[0], far))
     found = schedule.Walk(near_and_far).under(SYSTEM)
     assert found.exposed_s == pytest.approx(3 * GATHER_S - PRODUCT_S)
-    near_and_far.multi_streaming = True
+    near_and_far.concurrent = "all"
     assert schedule.Walk(near_and_far).under(SYSTEM).exposed_s == 0
+
+
+def test_a_synchronous_collective_waits_for_others_unless_communicators_are_apart():
+    """A gather inside a node after one between nodes, which takes twice as long."""
+    far = GATHER.replace("[1,4]<=[4]", "[4,4]<=[4,4]T(1,0)")
+    near = GATHER.replace("%start", "%near").replace("all-gather-start", "all-gather")
+    near = near.replace("((bf16[2,8]{1,0}), bf16[8,8]{1,0})", "bf16[8,8]{1,0}")
+    both = program(far + near + DOT + DONE)
+    assert schedule.Walk(both).under(SYSTEM).exposed_s == pytest.approx(3 * GATHER_S)
+    both.concurrent = "synchronous"
+    found = schedule.Walk(both).under(SYSTEM)
+    assert found.exposed_s == pytest.approx(GATHER_S)
+    assert found.slices[0].start_s == found.slices[1].start_s
 
 
 COPIED = """

@@ -48,10 +48,21 @@ def streams_of_collectives(folder, **options):
 @needs_compiler
 @pytest.mark.parametrize(("multi_streaming", "streams"), [(False, 1), (True, 2)])
 def test_collectives_share_a_stream_unless_asked_otherwise(tmp_path, multi_streaming, streams):
-    """`Walk` has one queue of collectives, and two with the option."""
+    """`Walk` has one queue of collectives, and two with the option and without split communicators,
+    which XLA has by default."""
     found = streams_of_collectives(tmp_path, **{flags.MULTI_STREAMING: multi_streaming})
     assert len(found) == 3
     assert len(set(found)) == streams
+    (config,) = tmp_path.glob("*.config.pbtxt")
+    assert f"{flags.SPLITTING}: true" in config.read_text()
+
+
+@needs_compiler
+def test_a_synchronous_collective_runs_on_the_stream_of_kernels_from_jax_0_11_on(tmp_path):
+    """Its stream does not make it wait for asynchronous ones (`flags.concurrent`)."""
+    synchronous = {"xla_gpu_disable_async_collectives": "COLLECTIVEPERMUTE"}
+    others = 2 if jax.__version_info__ >= (0, 11) else 3
+    assert len(streams_of_collectives(tmp_path, **synchronous)) == others
 
 
 def copies_by_place(folder, gpus, layers):
