@@ -10,7 +10,8 @@ much of a row's gain comes from the mesh.
 Tensor, pipeline, context and expert axes, virtual stages and microbatch are those of
 configs/published.csv. FSDP takes the GPUs that are left, as Megatron's distributed optimizer does.
 What is saved for the backward pass is not in that table, so a search chooses it (`CANDIDATES`).
-It begins with what the same layout saves on another number of GPUs, if that is known.
+It begins with what the same layout saves on another number of GPUs or in another precision, if
+that is known.
 Results are kept in published_mesh.csv, and plans in results/plan.
 """
 
@@ -119,14 +120,22 @@ def rows() -> list[Published]:
 
 
 def saved_by_neighbour(found: Published) -> str | None:
-    """What the same layout saves on the nearest number of GPUs that is planned."""
+    """What the same layout saves on the nearest number of GPUs that is planned, or else in another
+    precision."""
     recipe, gpu, gpus = found.key
     near = {
-        abs(int(other[2]) - int(gpus)): line["saved"]
-        for other, line in kept().items()
-        if other[:2] == (recipe, gpu) and line["published layout"] == found.layout and line["saved"]
+        (other != recipe, abs(int(number) - int(gpus))): line["saved"]
+        for (other, on, number), line in kept().items()
+        if (model_of(other), on) == (model_of(recipe), gpu)
+        and line["published layout"] == found.layout
+        and line["saved"]
     }
     return near[min(near)] if near else None
+
+
+def model_of(recipe: str) -> str:
+    """The name of a recipe without its precision."""
+    return recipe.rpartition("_")[0]
 
 
 def best_plan(found: Published) -> Plan | str:
