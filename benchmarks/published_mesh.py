@@ -47,7 +47,8 @@ CANDIDATES = 4
 """Programs that are compiled for each row, at most."""
 
 FROM_NEIGHBOUR = 2
-"""The same for a row whose search begins with what a neighbour saves."""
+"""The same for a row whose search begins with what a neighbour saves. If that is everything, one
+program is enough."""
 
 IN_HOST = ", in host memory "
 """Between what is saved and what of it is offloaded, in the table."""
@@ -141,15 +142,16 @@ def model_of(recipe: str) -> str:
 def best_plan(found: Published) -> Plan | str:
     """The fastest plan that fits, or the reason why there is none."""
     saved = saved_by_neighbour(found)
-    try:
-        run = found.run(saved or "full")
-    except RecipeError as error:
-        return str(error)
-    limit = FROM_NEIGHBOUR if saved else CANDIDATES
-    state = search.run(found.recipe, run, found.row.recipe, limit, found.target, free=CHOSEN)
-    best = state.best()
-    if best and (plan := state.tried[best].plan):
-        return plan
+    starts = [(saved, 1 if saved == "none" else FROM_NEIGHBOUR)] if saved else []
+    for policy, limit in [*starts, ("full", CANDIDATES)]:
+        try:
+            run = found.run(policy)
+        except RecipeError as error:
+            return str(error)
+        state = search.run(found.recipe, run, found.row.recipe, limit, found.target, free=CHOSEN)
+        best = state.best()
+        if best and (plan := state.tried[best].plan):
+            return plan
     tried = [outcome for outcome in state.tried.values() if outcome.plan]
     if not tried:
         return next(outcome.error for outcome in state.tried.values())

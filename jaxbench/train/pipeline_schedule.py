@@ -86,9 +86,9 @@ def _allocate_slots(forward: Actions, backward: Actions, rank: int) -> int:
     the backward action of the same microbatch and chunk, which frees their slot. The most recently
     freed slot is used first.
 
-    An idle forward action writes a free slot without taking it. An idle backward action reads slot
-    0, with the chunk that last wrote it: with the weights of another chunk the residuals could give
-    values that are not finite.
+    An idle forward action writes a free slot without taking it, until the last forward action of
+    all ranks. An idle backward action reads slot 0, with the chunk that last wrote it: with the
+    weights of another chunk the residuals could give values that are not finite.
     """
     live: dict[tuple[int, int], int] = {}
     chunk_of_slot_0 = 0
@@ -106,7 +106,7 @@ def _allocate_slots(forward: Actions, backward: Actions, rank: int) -> int:
             free.append(count)
             count += 1
         forward.slot[at] = free[-1]
-        if free[-1] == 0:
+        if free[-1] == 0 and forward.busy[step].any():
             chunk_of_slot_0 = int(forward.chunk[at])
         if forward.busy[at]:
             live[forward.microbatch[at], forward.chunk[at]] = free.pop()

@@ -64,10 +64,12 @@ def test_a_slot_is_kept_until_its_backward_pass(ranks, chunks, microbatches):
                 here = actions.microbatch[step, rank], actions.chunk[step, rank]
                 slot = actions.slot[step, rank]
                 assert 0 <= slot < schedule.slots
-                if fills:  # an idle rank, too, fills a slot, but none that is held
+                # An idle rank, too, fills a slot, but none that is held. Once all ranks are idle,
+                # no forward action runs.
+                if fills and actions.busy[step].any():
                     assert slot not in holds
                     chunk_in[slot] = actions.chunk[step, rank]
-                elif step >= schedule.warmup:
+                elif not fills and step >= schedule.warmup:
                     # Of an idle rank too: the chunk that filled the slot.
                     assert chunk_in[slot] == actions.chunk[step, rank]
                 if actions.busy[step, rank] and fills:
