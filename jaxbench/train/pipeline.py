@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.models.context import Context, Sequences, make_context
-from jaxbench.models.decoder import Decoder, segments
+from jaxbench.models.decoder import Decoder, prediction_segment, segments
 from jaxbench.ops import quantized
 from jaxbench.ops.moe import routing
 from jaxbench.ops.stash import read
@@ -84,6 +84,11 @@ class _Pipeline:
         self.before = range(self.staged)
         self.behind = range(self.staged + 1, len(self.repeats))
         self.stack_dims = [list(map(_gathered_dims, jax.tree.leaves(s))) for s in weights.stacks]
+        self.prediction_bf16 = (
+            prediction_segment(run.model, run.execution, run.precision).bf16
+            if run.model.prediction
+            else frozenset()
+        )
         self.prediction_dims = list(map(_gathered_dims, jax.tree.leaves(weights.prediction)))
         self.head_dims = _gathered_dims(head)
         self.stored_dims = [list(map(_gathered_dims, jax.tree.leaves(s.stored))) for s in scaled]
@@ -96,8 +101,8 @@ class _Pipeline:
         *_, segment = segments(self.run.model, self.run.execution, self.run.precision)
         stacked, structure = jax.tree.flatten(weights.stacks[self.staged])
         dims = self.stack_dims[self.staged]
-        first, first_scaled = self._bring_end(self.before, weights, scaled)
-        last, last_scaled = self._bring_end(self.behind, weights, scaled)
+        before, before_scaled = self._bring_end(self.before, weights, scaled)
+        behind, behind_scaled = self._bring_end(self.behind, weights, scaled)
         prediction = _each(mesh.gather, weights.prediction, self.prediction_dims)
         output = Output(weights.norm, mesh.gather(head, self.head_dims), prediction)
         first_sequences = jnp.reshape(batches.first_sequence, (self.stages.ranks, -1))
@@ -111,9 +116,10 @@ class _Pipeline:
                 dtype=weights.dtype,
                 ctx=ctx,
                 policy=segment.policy,
-                weights=EndWeights(weights.embedding, first, output, last),
-                first_scaled=first_scaled,
-                last_scaled=last_scaled,
+                weights=EndWeights(weights.embedding, before, output, behind),
+                before_scaled=before_scaled,
+                behind_scaled=behind_scaled,
+                prediction_bf16=self.prediction_bf16,
                 batch=batches._replace(first_sequence=own),
             ),
             blocks=self._of_chunk(
@@ -130,9 +136,9 @@ class _Pipeline:
             for grad, dims, w in zip(jax.tree.leaves(d_blocks), dims, stacked, strict=True)
         ]
         d_stacks = [
-            *self._scatter_end(self.before, carry.d_ends.first),
+            *self._scatter_end(self.before, carry.d_ends.before),
             jax.tree.unflatten(structure, d_staged),
-            *self._scatter_end(self.behind, carry.d_ends.last),
+            *self._scatter_end(self.behind, carry.d_ends.behind),
         ]
         d_norm, d_head, d_prediction = carry.d_ends.output
         d_output = Output(
@@ -181,12 +187,12 @@ class _Pipeline:
         """The observed amax of every stack; none under current scaling."""
         if not scaled or scaled[0].observed is None:
             return []
-        first, last = map(iter, carry.ends_observed)
+        before, behind = map(iter, carry.ends_observed)
         shape = scaled[self.staged].observed.shape
         return [
-            *(jnp.stack(list(islice(first, self.repeats[index]))) for index in self.before),
+            *(jnp.stack(list(islice(before, self.repeats[index]))) for index in self.before),
             self.stages.scatter_gradients(_stack(carry.observed, axis=1), [], shape),
-            *(jnp.stack(list(islice(last, self.repeats[index]))) for index in self.behind),
+            *(jnp.stack(list(islice(behind, self.repeats[index]))) for index in self.behind),
         ]
 
     def _routing(self, carry: Carry) -> Any:

@@ -8,8 +8,9 @@ front of the stages.
 Arrays are local to a device, inside a `shard_map` (`mesh`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,13 +38,13 @@ class Output(NamedTuple):
 
 
 class EndWeights(NamedTuple):
-    """Gathered weights of both ends: embedding, blocks in front of the stages, output layers behind
+    """Gathered weights of both ends: embedding, blocks before the stages, output layers behind
     them, and the block of multi-token prediction."""
 
     embedding: Embedding
-    first: list[Any]
+    before: list[Any]
     output: Output
-    last: list[Any]
+    behind: list[Any]
 
     def plus(self, gradients: dict[str, Any]) -> "EndWeights":
         """These sums of gradients, with `gradients` added to the fields that it names."""
@@ -55,8 +56,9 @@ class EndWeights(NamedTuple):
 class Ends:
     """The computation outside the stages, for this rank's microbatches.
 
-    `first_scaled` and `last_scaled` have an entry for each block of the `weights`, None in bf16.
-    The arrays of `batch` are `[groups, ..]`.
+    `before_scaled` and `behind_scaled` have an entry for each block of the `weights`, None in bf16.
+    `prediction_bf16` are the mixers of the block of multi-token prediction, by position, whose
+    matmuls stay in bf16. The arrays of `batch` are `[groups, ..]`.
     """
 
     cfg: ModelConfig
@@ -64,46 +66,49 @@ class Ends:
     ctx: Context
     policy: Policy
     weights: EndWeights
-    first_scaled: list[quantized.Scaled | None]
-    last_scaled: list[quantized.Scaled | None]
+    before_scaled: list[quantized.Scaled | None]
+    behind_scaled: list[quantized.Scaled | None]
+    prediction_bf16: frozenset[int]
     batch: Sequences
 
     @property
     def observed(self) -> tuple[list, list]:
-        """Zeros whose gradients are the amax that FP8 observes in the first and last blocks."""
-        first, last = (
+        """Zeros whose gradients are the amax that FP8 observes in the blocks before and behind."""
+        before, behind = (
             [None if s is None else s.observed for s in scaled]
-            for scaled in (self.first_scaled, self.last_scaled)
+            for scaled in (self.before_scaled, self.behind_scaled)
         )
-        return first, last
+        return before, behind
 
     def enter(self, group: Any) -> tuple[jax.Array, Callable]:
         """(input of the first stage, VJP) of a group. The VJP returns gradients of weights, by
         field of `EndWeights`, and the observed amax."""
 
         def function(weights: dict[str, Any], all_observed: list) -> jax.Array:
-            tokens = read(self.batch.tokens, group)
-            x = weights["embedding"](tokens, self.dtype)
-            blocks = zip(weights["first"], all_observed, self.first_scaled, strict=True)
+            batch: Sequences = read(self.batch, group)
+            ctx = self.ctx.with_counters(sequence=batch.first_sequence)
+            x = weights["embedding"](batch.tokens, self.dtype)
+            blocks = zip(weights["before"], all_observed, self.before_scaled, strict=True)
             for block, observed, scaled in blocks:
-                x, _ = self._apply(x, (block, observed), (scaled, None), self.ctx)
+                x, _ = self._apply(x, (block, observed), (scaled, None), ctx)
             return x
 
-        return jax.vjp(function, self._fields("embedding", "first"), self.observed[0])
+        return jax.vjp(function, self._fields("embedding", "before"), self.observed[0])
 
     def leave(self, hidden: jax.Array, group: Any) -> tuple[Any, Callable, Any]:
         """((loss, sum of balance losses), VJP, routing figures summed over sequences) of a group,
         from the output of the last stage. The VJP also returns the gradient of that output."""
-        names = ("output", "last", "embedding") if self.last_scaled else ("output", "last")
+        names = ("output", "behind", *(("embedding",) if self.weights.behind else ()))
 
         def function(weights: dict[str, Any], all_observed: list, hidden: jax.Array) -> Any:
             batch: Sequences = read(self.batch, group)
             numbers = first_layers(self.cfg)[-1]
 
             def predict_block(x: jax.Array, depth: int) -> LayerOutput:
-                (block,), (observed,), (scaled,) = weights["last"], all_observed, self.last_scaled
+                (block,), (observed,) = weights["behind"], all_observed
+                constants = self.behind_scaled[0], numbers and numbers[0]
                 ctx = self.ctx.with_counters(sequence=batch.first_sequence, depth=depth)
-                return self._apply(x, (block, observed), (scaled, numbers and numbers[0]), ctx)
+                return self._apply(x, (block, observed), constants, ctx, self.prediction_bf16)
 
             embedding = weights.get("embedding", self.weights.embedding)
             norm, head, prediction = weights["output"]
@@ -126,6 +131,8 @@ class Ends:
     def _fields(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self.weights, name) for name in names}
 
-    @property
-    def _apply(self) -> Callable:
-        return checkpoint(apply_block, self.policy, in_order=True)
+    def _apply(
+        self, x: jax.Array, weights: Any, constants: Any, ctx: Context, bf16: Collection[int] = ()
+    ) -> LayerOutput:
+        block = partial(apply_block, bf16=frozenset(bf16))
+        return checkpoint(block, self.policy, in_order=True)(x, weights, constants, ctx)

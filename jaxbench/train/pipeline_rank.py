@@ -86,9 +86,9 @@ class Rank:
     """Weights and data of one rank, and its computation.
 
     `blocks` are the gathered weights of the blocks of a model chunk, each `[chunks, ..]`. They are
-    a list, so that with a single chunk XLA slices nothing. `scaled` has the FP8 weights and scales
-    of each, or None. `first_sequences` has the number of the first sequence of each microbatch,
-    `[ranks, groups]`.
+    a list, so that with a single chunk XLA slices nothing. `scaled` has the quantized weights and
+    scales of each, or None. `first_sequences` has the number of the first sequence of each
+    microbatch, `[ranks, groups]`.
     """
 
     run: Run
@@ -204,11 +204,11 @@ class Rank:
     def _embed_back(self, carry: Carry, group: Any) -> Carry:
         """Adds a group's gradients of the weights in front of the stages, from its `d_input`."""
         d_weights, amax = self.ends.enter(group)[1](carry.d_input)
-        first, last = carry.ends_observed
+        before, behind = carry.ends_observed
         return replace(
             carry,
             d_ends=carry.d_ends.plus(d_weights),
-            ends_observed=(maximum(first, amax), last),
+            ends_observed=(maximum(before, amax), behind),
         )
 
     def _losses(self, carry: Carry, group: Any) -> Carry:
@@ -218,12 +218,12 @@ class Rank:
         (loss, _), pull, figures = self.ends.leave(carry.outputs, group)
         share = jnp.full_like(loss, 1 / self._groups)
         d_weights, amax, dx = pull((share, self._d_balance))
-        first, last = carry.ends_observed
+        before, behind = carry.ends_observed
         return replace(
             carry,
             loss=carry.loss + loss * share,
             d_ends=carry.d_ends.plus(d_weights),
-            ends_observed=(first, maximum(last, amax)),
+            ends_observed=(before, maximum(behind, amax)),
             ends_routing=write(carry.ends_routing, figures, group),
             outputs=(arrived := self._to_rank_before(dx)),
             d_output=arrived,

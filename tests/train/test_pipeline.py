@@ -3,12 +3,16 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import tiered
 from steps import assert_same, new_state, same_sequences, sequences
 from tiny import mesh_of, tiny_run, to_numpy
 
+from jaxbench.models.context import Sequences, make_context
+from jaxbench.ops.remat import Policy
+from jaxbench.train import pipeline_ends
 from jaxbench.train.step import gradients
 
 LLAMA, NEMOTRON, GROK = "llama31_8b_bf16", "nemotron4_340b_bf16", "grok1_314b_bf16"
@@ -116,6 +120,30 @@ def routing_of(run):
         return to_numpy(result.figures)
 
 
+def test_blocks_before_the_stages_know_their_sequences(monkeypatch):
+    """The number of the sequence seeds stochastic rounding."""
+
+    def adds_number(x, weights, constants, ctx, *, bf16):
+        return x + ctx.counters.sequence, ()
+
+    monkeypatch.setattr(pipeline_ends, "apply_block", adds_number)
+    run, tokens = tiny_run(), jnp.zeros((2, 1, 4), jnp.int32)
+    embedding = jax.tree_util.Partial(lambda tokens, dtype: tokens[..., None].astype(dtype))
+    with mesh_of(run):
+        ends = pipeline_ends.Ends(
+            cfg=run.model,
+            dtype=jnp.float32,
+            ctx=make_context(run.model, 4, run.execution, run.precision),
+            policy=Policy(None),
+            weights=pipeline_ends.EndWeights(embedding, [1.0], None, []),
+            before_scaled=[None],
+            behind_scaled=[],
+            prediction_bf16=frozenset(),
+            batch=Sequences(tokens, tokens, jnp.array([3, 5])),
+        )
+        assert [ends.enter(group)[0].max() for group in (0, 1)] == [3, 5]
+
+
 @pytest.mark.nightly
 def test_figures_of_the_routing_are_those_of_one_device():
     """Ranks that are no data parallelism: the passes are the same sequences."""
@@ -152,6 +180,7 @@ def two_steps_in_fp8(axes, scaling, family, layers, more):
     [
         ("current", (NEMOTRON, 3, ())),
         ("delayed", (DEEPSEEK, 4, DEEPSEEK_LAYERS)),
+        ("delayed", (DEEPSEEK, 4, (*DEEPSEEK_LAYERS, "precision.bf16_products=prediction"))),
     ],
 )
 def test_fp8_is_that_of_no_pipeline(scaling, model):
