@@ -83,12 +83,12 @@ TABLE = {"vocab": None, "position": None, "embed": TABLE_EMBED}
 """The tables of embedding and positions, looked up without a gather (`models.layers.look_up`)."""
 
 VECTOR = {
-    "embed": None, "latent": None, "kv_heads": TENSOR, "heads": TENSOR, "group": None,
+    "embed": None, "latent": None, "kv_heads": TENSOR, "group": None,
     "head_dim": None, "groups": TENSOR, "inner": None, "taps": None, "experts": EXPERTS,
     "part": None, "expert_ffn": None, "router": None, "ffn": TENSOR,
 }  # fmt: skip
-"""Norm gains, biases, attention sinks, and parameters of a Mamba-2 group per head and channel. They
-are stored as they are used: they are small, and gathering them would cost the latency of a
+"""Norm gains, biases that start at zero, and parameters of a Mamba-2 group per head and channel.
+They are stored as they are used: they are small, and gathering them would cost the latency of a
 collective in every layer."""
 
 ACTIVATION = {

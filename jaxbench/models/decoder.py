@@ -217,8 +217,8 @@ def apply_block(
 
     `weights` is (the block, its `Scaled.observed`): FP8 differentiates by both. `constants` is (the
     block's `Scaled`, the number of its first layer). A part that the run does not need is None:
-    only quantized matmuls need a `Scaled`, and only random routing needs the number. The mixers in
-    `bf16` are not quantized.
+    only quantized matmuls need a `Scaled`, and learned routing does not need the number. The mixers
+    in `bf16` are not quantized.
     """
     (block, observed), (scaled, layer) = weights, constants
     ctx = ctx.with_counters(layer=layer)
@@ -238,9 +238,9 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
 
     def choices(pattern: str, first: int) -> tuple[Policy, frozenset[int]]:
         """What the block whose first layer is `first` saves, and its mixers in bf16."""
-        last = first + len(pattern) // mixers
+        stop = first + len(pattern) // mixers
         on_device, on_host = (
-            frozenset(name for name, layers in counts.items() if last <= layers)
+            frozenset(name for name, layers in counts.items() if stop <= layers)
             for counts in (saved or {}, offloaded)
         )
         policy = Policy(None if saved is None else on_device | on_host, on_host - on_device)

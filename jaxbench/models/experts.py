@@ -34,7 +34,7 @@ class Biases(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, mixer: ExpertsConfig, *, key):
         self.router = Vector(normal(key, cfg, "router", (mixer.count,), fan_in=cfg.embed))
-        parts, sizes = ("part ", (2,)) if mixer.matrices == 3 else ("", ())
+        parts, sizes = ("part ", (2,)) if mixer.gated else ("", ())
         self.up = zero_bias(f"experts {parts}expert_ffn", (mixer.count, *sizes, mixer.ffn))
         self.down = zero_bias("router embed", (mixer.count, mixer.latent or cfg.embed))
 
@@ -59,7 +59,7 @@ class Experts(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, mixer: ExpertsConfig, *, key):
         k_router, k_up, k_down, k_shared, k_into, k_out_of, k_bias = jax.random.split(key, 7)
-        self.cfg, self.gated = mixer, mixer.matrices == 3
+        self.cfg, self.gated = mixer, mixer.gated
         # Replicated: a gather of so small a matrix would cost its latency.
         dims, outer = "router_embed router", (cfg.embed, mixer.count)
         self.router = nnx.Param(normal(k_router, cfg, dims, outer, fan_in=cfg.embed))

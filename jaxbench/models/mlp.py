@@ -79,4 +79,4 @@ class UngatedMlp(nnx.Module):
 
 def make_mlp(cfg: ModelConfig, mixer: MlpConfig, *, key) -> nnx.Module:
     """The feed-forward layer that has the mixer's activation."""
-    return (GatedMlp if mixer.activation in gating.GATES else UngatedMlp)(cfg, mixer, key=key)
+    return (GatedMlp if mixer.gated else UngatedMlp)(cfg, mixer, key=key)

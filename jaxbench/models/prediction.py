@@ -26,8 +26,8 @@ from jaxbench.recipe.model import ModelConfig
 
 class Prediction(nnx.Module):
     """Multi-token prediction without its block: it makes the block's input, W [norm(next
-    embedding); norm(h)], and norms the block's output, which is the next h. The matmul with W stays
-    in bf16 in FP8 runs."""
+    embedding); norm(h)], and norms the block's output, which is the next h. The matmul with W is
+    never quantized."""
 
     def __init__(self, cfg: ModelConfig, *, key):
         norm = NORMS[cfg.norm]

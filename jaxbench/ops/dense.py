@@ -26,13 +26,12 @@ def dot(equation: str, x: jax.Array, w: Any, dims: str) -> jax.Array:
     `mesh.scatter_seq` sums it. In the backward pass the weight's gradient is reduce-scattered. A
     dimension of experts, the letter E, makes a batch of matmuls.
     """
-    x_dims, w_dims, out = einsum_dims(equation)
+    x_dims, _, out = einsum_dims(equation)
     split_sum = mesh.sums_over_tensor(x, x_dims, kept=out)
     spec = mesh.spec(dims, mesh.ACTIVATION, unreduced={mesh.TENSOR} if split_sum else set())
     if not isinstance(w, nnx.Variable):
         return _quantized_dot(equation, x, w, spec)
-    experts = w_dims.index("E") if "E" in w_dims else None
-    weight = mesh.gather_weight(w[...], experts)
+    weight = mesh.gather_weight(w[...], experts_dim(equation))
     return _multiply(equation, spec, x, weight)
 
 
@@ -41,6 +40,12 @@ def einsum_dims(equation: str) -> tuple[str, str, str]:
     operands, result = equation.split("->")
     a, b = operands.split(",")
     return a, b, result
+
+
+def experts_dim(equation: str) -> int | None:
+    """Index of the weight's dimension of experts, which is not gathered; None without experts."""
+    _, w, _ = einsum_dims(equation)
+    return w.index("E") if "E" in w else None
 
 
 def contract(equation: str, a: jax.Array, b: jax.Array, **options: Any) -> jax.Array:

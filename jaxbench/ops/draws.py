@@ -16,8 +16,10 @@ U32 = jnp.uint32
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Counters:
-    """The counters that seed the random draws of a layer, so that the draws do not depend on the
-    mesh.
+    """The counters that seed the random draws of a layer.
+
+    Random routing depends on nothing else, so it is the same on any mesh. Stochastic rounding also
+    depends on a device's place in the mesh.
 
     `sequence` is the number of the microbatch's first sequence, counted from the first step.
     `layer` is the number of the layer, None if routing is learned. `depth` says how often the

@@ -29,6 +29,12 @@ def choose(
     raise RecipeError(f"execution.{setting} = {refused[0]}; expected auto")
 
 
+def not_on(platforms: tuple[str, ...] | None, platform: str) -> str | None:
+    """Why an implementation for some platforms, or for all with None, cannot be used on this one;
+    None if it can."""
+    return None if platform in (platforms or (platform,)) else f"does not run on a {platform}"
+
+
 def lazy(name: str) -> Callable[..., Any]:
     """A function of `jaxbench.ops` by its name, such as `quantized.te.dot`. Its module is
     imported when it is first called, so a run only loads the implementations that it uses."""

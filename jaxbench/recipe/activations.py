@@ -72,7 +72,7 @@ def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
                 if mixer.latent:
                     add("latent", inner, product_flops)
                 work = product_flops + 2 * cfg.embed * shared
-            for name in ("gate", "up") if mixer.matrices == 3 else ("up",):
+            for name in ("gate", "up") if mixer.gated else ("up",):
                 add(name, width, work)
     return {name: result[name] for name in SAVEABLE if name in result}
 

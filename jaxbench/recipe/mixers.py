@@ -218,14 +218,19 @@ class MlpConfig:
     def __post_init__(self) -> None:
         positive("model.mlp.", self, "ffn")
         require(
-            not self.biases or self.matrices == 2,
+            not self.biases or not self.gated,
             f"model.mlp.biases needs an activation without a gate; {self.activation} has one",
         )
 
     @property
+    def gated(self) -> bool:
+        """True for an activation with a gate."""
+        return self.activation not in ("relu2", "gelu_ungated")
+
+    @property
     def matrices(self) -> int:
         """Weight matrices, each of `embed x ffn`."""
-        return 2 if self.activation in ("relu2", "gelu_ungated") else 3
+        return 3 if self.gated else 2
 
 
 SLOTS = 128
@@ -336,9 +341,14 @@ class ExpertsConfig:
         )
 
     @property
+    def gated(self) -> bool:
+        """True for an activation with a gate."""
+        return self.activation != "relu2"
+
+    @property
     def matrices(self) -> int:
         """Weight matrices of an expert, each of `embed x ffn` or `latent x ffn`."""
-        return 2 if self.activation == "relu2" else 3
+        return 3 if self.gated else 2
 
     @property
     def dropless(self) -> bool:

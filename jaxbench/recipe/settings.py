@@ -162,7 +162,7 @@ class Optimizer:
     weight_decay: float = 0.1
     """weight decay; each step multiplies it by the learning rate"""
     decay_vectors: bool
-    """norm gains are decayed too, as in MaxText"""
+    """norm gains, biases, sinks and the scalars of heads are decayed too, as in MaxText"""
     constant: int = 0
     """number of last steps that stay at the final learning rate"""
     moments: Literal["fp32", "bf16"] = "fp32"

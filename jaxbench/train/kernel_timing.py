@@ -17,6 +17,7 @@ from jaxbench.jax_internals import attention_for_mesh
 from jaxbench.ops.grouped.groups import Groups
 from jaxbench.ops.kernel_sizes import Case, Choices, using
 from jaxbench.ops.pallas_call import ignoring_pallas_deprecation
+from jaxbench.ops.quantized.kernels import Rows
 from jaxbench.recipe.settings import Run
 from jaxbench.train.step import abstract_state, make_program
 from jaxbench.xla import flags
@@ -98,12 +99,15 @@ def is_choice(choice: Any, case: Case) -> bool:
 
 
 def drawn(arguments: Sequence[Any]) -> Any:
-    """Arguments of a kernel: random numbers, and groups that are equally large."""
+    """Arguments of a kernel: random numbers, groups that are equally large, and rows that are read
+    from all of the first argument."""
     numbers = count()
 
     def draw(leaf: Any) -> Any:
         if isinstance(leaf, Groups):
             return leaf.of_equal_size()
+        if isinstance(leaf, Rows):
+            return leaf.in_order(arguments[0].shape[1])
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         key = jax.random.fold_in(jax.random.key(0), next(numbers))
@@ -111,7 +115,7 @@ def drawn(arguments: Sequence[Any]) -> Any:
             return jax.random.bits(key, leaf.shape, jnp.uint8).astype(leaf.dtype)
         return jnp.abs(jax.random.normal(key, leaf.shape, jnp.bfloat16)).astype(leaf.dtype)
 
-    return jax.tree.map(draw, arguments, is_leaf=lambda leaf: isinstance(leaf, Groups))
+    return jax.tree.map(draw, arguments, is_leaf=lambda leaf: isinstance(leaf, Groups | Rows))
 
 
 def seconds(function: Callable[..., Any], *arguments: jax.Array, repeats: int = 20) -> float:

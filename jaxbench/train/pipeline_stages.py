@@ -23,7 +23,7 @@ from jaxbench.recipe.settings import Run
 class Stages:
     """How the repeating `blocks` of a model lie on the `ranks` of a pipeline: each rank has
     `chunks` model chunks of `size` blocks. `first_layers` are the numbers of the blocks' first
-    layers, None unless routing is random."""
+    layers, None if routing is learned."""
 
     ranks: int
     chunks: int

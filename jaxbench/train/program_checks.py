@@ -47,7 +47,7 @@ def describe_kernels(run: Run) -> dict[str, str]:
         by["offload"] = (
             run.execution.offload
             if can_offload()
-            else f"none (needs jaxlib 0.11.2; {jaxlib.__version__} reads them at wrong places)"
+            else f"none (needs jaxlib 0.11.2; {jaxlib.__version__} misreads host memory)"
         )
     if flags.guided(run) and platform == "gpu":
         unknown = f"XLA's estimates (no forecast of {run.gpus} x {device_kind()})"
@@ -108,9 +108,10 @@ def _check_quantized(program: Program, run: Run) -> None:
     implementation = quantized.IMPLEMENTATIONS[quantized.choose(run.precision, mesh.platform())]
     dtype, mode = run.precision.dtype, implementation.mode(run.precision)
     if mode and (modes := custom_calls.scaling_modes(program)) != {mode}:
+        what = f"{dtype} in {run.precision.scaling} scaling" if dtype == "fp8" else dtype
         raise RunFailed(
             f"Transformer Engine was called with the scaling modes {sorted(map(str, modes))}; "
-            f"expected {mode}, for {dtype} in {run.precision.scaling} scaling"
+            f"expected {mode}, for {what}"
         )
     compiled = custom_calls.quantized_matmuls(program, dtype)
     parts = segments(run.model, run.execution, run.precision)

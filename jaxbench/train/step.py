@@ -66,8 +66,7 @@ def train_step(
     """One optimizer step over all microbatches (`"microbatch batch seq"`): (next state, figures of
     the step). `grad_norm` is the norm before clipping."""
     loss, routing_figures, all_grads, histories = gradients(state, tokens, targets, run)
-    rate = run.model.bias_rate
-    grads = all_grads if rate is None else without_loads(all_grads)
+    grads = without_loads(all_grads)
     updates, optimizer = make_optimizer(run.optimizer, run.steps).update(
         grads, state.optimizer, state.model
     )
@@ -78,7 +77,7 @@ def train_step(
         **routing_figures,
     }
     model = optax.apply_updates(state.model, updates)
-    if rate is not None:
+    if (rate := run.model.bias_rate) is not None:
         model = balance(model, all_grads, rate)
     return State(state.step + 1, model, optimizer, histories), figures
 
@@ -96,10 +95,10 @@ class Gradients(NamedTuple):
 def gradients(state: State, tokens: jax.Array, targets: jax.Array, run: Run) -> Gradients:
     """Loss and gradients of all microbatches.
 
-    Weights are cast once for all microbatches. Within a replica of the model, the gradients of a
-    microbatch are reduce-scattered as they arise. Across replicas they are summed once, here, at
-    the end of the step. With `execution.replica_sums: layer` the gradients of layers are summed
-    across replicas as they arise, too.
+    Weights are cast once for all microbatches. Within a replica of the model, the gradients of each
+    microbatch are reduce-scattered as they arise; a pipeline does it once per step. Across replicas
+    gradients are summed once, here, at the end of the step. With `execution.replica_sums: layer`
+    each layer sums the gradients of its matrices across replicas itself.
     """
     precision = run.precision
     weights = compute_weights(state.model, DTYPES[precision.dtype])
@@ -160,7 +159,7 @@ def first_sequences(step: jax.Array, tokens: jax.Array, seed: int) -> jax.Array:
     count, sequences, _ = tokens.shape
     numbers = (step * count + jnp.arange(count)) * sequences
     start = seed * 0x9E3779B1 % 2**32  # 2^32 over the golden ratio spreads seeds over all numbers
-    return numbers + np.uint32(start).astype(np.int32) if start else numbers
+    return numbers + np.uint32(start).astype(np.int32)
 
 
 def compute_weights(model: Decoder, dtype) -> Decoder:

@@ -49,7 +49,7 @@ def test_attention_and_its_gradient(mesh_name, kind):
     with on(mesh_name):
         dims = "batch seq heads head_dim"
         arrays = [put(x, dims) for x in inputs[:3]]
-        arrays += [put(x, "heads", mesh.VECTOR) for x in inputs[3:]]
+        arrays += [put(x, "heads", mesh.WEIGHT) for x in inputs[3:]]
         out = jax.jit(attended)(*arrays)
         argnums = range(1, 1 + len(arrays))
         grads = jax.jit(jax.grad(loss, argnums=argnums))(put(cotangent, dims), *arrays)

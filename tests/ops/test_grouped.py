@@ -460,12 +460,14 @@ def test_the_kernels_are_chosen_where_they_can():
     assert grouped.choose(auto, cfg, "fp32", "gpu") == "xla"
     assert grouped.choose(auto, cfg, "fp8", "cpu") == "xla"
     assert grouped.choose(auto, cfg, "nvfp4", "gpu") == "pallas"
-    with pytest.raises(RecipeError, match="multiplies in bf16 there, not in MXFP8"):
+    with pytest.raises(RecipeError, match="multiplies in bf16 on a GPU, not in MXFP8"):
         grouped.choose(Execution(grouped_matmul="xla"), cfg, "mxfp8", "gpu")
     with pytest.raises(RecipeError, match="grouped_matmul = pallas does not run on a cpu"):
         grouped.choose(pallas_alone, cfg, "bf16", "cpu")
     odd = replace(cfg, experts=replace(cfg.experts, ffn=1000))
     assert grouped.choose(auto, odd, "bf16", "gpu") == "xla"
-    message = "needs model.experts.ffn = 1000 to be a multiple of 64; xla multiplies in bf16 there"
+    message = (
+        "needs model.experts.ffn = 1000 to be a multiple of 64; xla multiplies in bf16 on a GPU"
+    )
     with pytest.raises(RecipeError, match=message):
         grouped.choose(auto, odd, "fp8", "gpu")

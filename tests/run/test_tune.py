@@ -13,6 +13,7 @@ from jaxbench import mesh
 from jaxbench.base.hardware import PLANNED
 from jaxbench.ops.grouped import group
 from jaxbench.ops.kernel_sizes import Case, Choices, sizes_for, using
+from jaxbench.ops.quantized.kernels import Rows
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.run import tune
 from jaxbench.train import kernel_timing
@@ -84,6 +85,15 @@ def test_quantization_to_blocks_has_candidates(dtype):
     with jax.set_mesh(mesh.make_mesh(run.mesh_shape, device)):
         found = kernel_timing.cases(run)
     assert {name.partition(" ")[0] for name in found} == {f"quantized.kernels.{dtype}_both"}
+
+
+def test_kernels_are_timed_with_rows_of_the_whole_activation():
+    index, filled = jnp.zeros(1024, jnp.int32), jnp.zeros(8, jnp.int32)
+    x = jax.ShapeDtypeStruct((1, 700, 32), jnp.bfloat16)
+    _, rows = kernel_timing.drawn((x, Rows(index, filled, 900, 4)))
+    assert (rows.expected, rows.experts) == (900, 4)
+    assert set(np.asarray(rows.index)) == set(range(700))
+    assert np.asarray(rows.filled).all()
 
 
 def test_kernels_are_timed_with_groups_of_equal_size():

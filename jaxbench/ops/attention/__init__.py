@@ -85,8 +85,8 @@ def choose(
 def _mismatch(name: str, dtype: str, platform: str) -> str | None:
     """Why a kernel does not fit this dtype or this platform; None if it fits."""
     kernel = IMPLEMENTATIONS[name]
-    if platform not in (kernel.platforms or (platform,)):
-        return f"does not run on a {platform}"
+    if reason := implementations.not_on(kernel.platforms, platform):
+        return reason
     if dtype == "fp32" and not kernel.fp32:
         return "computes no fp32 attention"
     return None

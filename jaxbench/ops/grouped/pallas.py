@@ -219,7 +219,7 @@ def _from_permuted(r: SimpleNamespace, *, depth: int) -> None:
 
 
 def _permuted(x: Float[Array, "A D"], groups: Groups) -> Float[Array, "R D"]:
-    """FP8 rows in their permuted order, load_rows four elements at a time. If we load_rows single
+    """FP8 rows in their permuted order, loaded four elements at a time. If we loaded single
     elements, XLA would fuse the gather with the transpose that follows into one kernel that is ten
     times slower than memory."""
     words = jax.lax.bitcast_convert_type(x.reshape(len(x), -1, 4), jnp.uint32)

@@ -17,7 +17,7 @@ from jaxbench.recipe.settings import BLOCKS
 def refusal(cfg: ModelConfig, dtype: str, platform: str) -> str | None:
     """Why this implementation cannot multiply; None if it can."""
     if platform == "gpu" and dtype in ("fp8", *BLOCKS):
-        return f"multiplies in bf16 there, not in {dtype.upper()}"
+        return f"multiplies in bf16 on a GPU, not in {dtype.upper()}"
     return None
 
 

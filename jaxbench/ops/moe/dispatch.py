@@ -18,7 +18,7 @@ The same tokens dropless, with two ranks that hold one expert each, and 3 slots 
     slot                  0  1  2  3  4     5          assignment   a  b  c  d
     assignment of slot    a  b  c  d  NONE  NONE       slot of it   0  1  2  3
 
-Dimension letters are as in `ops`; T tokens of one device, C its assignments (T k), R its slots.
+Dimension letters are as in `ops`; T tokens of one device, R its slots.
 """
 
 import math
@@ -84,7 +84,7 @@ def dispatch(
         return tokens, save(slot_gates[..., 0], ALWAYS), routes
 
     def dropless(x, gates, experts):
-        routes, sent = rank_routes(gates, experts, cfg)
+        routes, sent = rank_routes(experts, cfg)
         received, slots = _exchange(sent, 0, 0), routes.assignment.size // ranks
         capacity = cfg.capacity(ranks * experts.size // cfg.top_k)
         if cfg.slots == "own":
@@ -254,7 +254,7 @@ def expert_routes(
 
 
 def rank_routes(
-    gates: Float[Array, "B S k"], experts: Int[Array, "B S k"], cfg: ExpertsConfig
+    experts: Int[Array, "B S k"], cfg: ExpertsConfig
 ) -> tuple[Routes, Int[Array, "n e"]]:
     """The routes of a device whose experts share the slots of their rank. Returns (routes, the
     number of tokens that each of n ranks gets for each of its e experts).
@@ -288,9 +288,9 @@ def _expected(assignments: int, cfg: ExpertsConfig, slots: int) -> int:
 
 
 def rank_slots(tokens: int, cfg: ExpertsConfig, ranks: int) -> int:
-    """With slots of a rank: those that a device with this number of tokens has for each rank. It
-    is `rank_capacity_factor` times a fair share, but at most what any choice of experts can
-    need. A single rank has a slot for every token."""
+    """The slots that a device with so many tokens has for each rank: `rank_capacity_factor` times a
+    fair share, but at most what any choice of experts can need. A single rank has a slot for every
+    assignment."""
     share = tokens * cfg.top_k / ranks
     most = tokens * min(cfg.top_k, cfg.count // ranks)
     return most if ranks == 1 else min(math.ceil(share * cfg.rank_capacity_factor), most)

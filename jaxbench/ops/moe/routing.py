@@ -105,10 +105,10 @@ def random_logits(
     without replacement (Kool et al. 2019, "Gumbel-top-k"). The order of the experts is random, and
     each layer has its own for the whole run.
 
-    The numbers depend only on counters, so that they are the same at every step for any mesh and
-    any division into microbatches: the token's position, the number of its sequence, and the layer
-    and its `depth`. They do not depend on weights, because after an update the last bits of weights
-    differ between meshes.
+    The numbers depend only on counters: the token's position, the number of its sequence, and the
+    layer and its `depth`. A step therefore draws the same numbers on any mesh, with any division
+    into microbatches. They do not depend on weights, because after an update the last bits of
+    weights differ between meshes.
     """
     skewed = cfg.routing == "skewed"
     sample = jax.random.gumbel if skewed else jax.random.normal

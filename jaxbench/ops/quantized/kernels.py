@@ -6,7 +6,7 @@ matmul of block-scaled tiles, for other kernels.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from types import SimpleNamespace
@@ -72,6 +72,12 @@ class Rows:
     filled: Int[Array, " spans"]
     expected: int
     experts: int = 1
+
+    def in_order(self, count: int) -> "Rows":
+        """Rows with these shapes that are all filled, from an activation of `count` rows. They
+        take its rows in their order, and again from the first."""
+        index = None if self.index is None else jnp.arange(self.index.size) % count
+        return replace(self, index=index, filled=jnp.ones(self.filled.shape, self.filled.dtype))
 
 
 def takes(x: Float[Array, "E T F"], rows: Rows | None) -> bool:

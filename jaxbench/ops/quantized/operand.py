@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
-from jaxbench.ops.dense import contract, einsum_dims
+from jaxbench.ops.dense import contract, einsum_dims, experts_dim
 from jaxbench.ops.quantized.per_tensor import VALUES, quantize
 from jaxbench.recipe.settings import Precision
 
@@ -60,9 +60,8 @@ class Matmul:
 
     @property
     def experts(self) -> int | None:
-        """Index of the weight's experts dimension, which is not gathered; None without experts."""
-        _, w, _ = self.dims
-        return w.index("E") if "E" in w else None
+        """`dense.experts_dim`."""
+        return experts_dim(self.equation)
 
     def result(self, x, scale_inv_x, w, scale_inv_w) -> jax.Array:
         """The matmul of input and weight, in bf16. Each operand comes with its inverse scale."""

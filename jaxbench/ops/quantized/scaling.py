@@ -163,6 +163,7 @@ def _per_tensor(
     stored = {
         name: _quantized(w, scale_inv[:, n, 1]) if precision.gather == "fp8" else w
         for n, (name, w) in enumerate(quantized_weights(stack).items())
+        if not in_bf16(name, precision)
     }
     return scale_inv, stored
 

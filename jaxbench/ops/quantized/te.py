@@ -69,7 +69,7 @@ def _dot(matmul, x, weight, observed, stored, scale_inv):
 
 
 def _forward(matmul, x, weight, observed, stored, scale_inv):
-    dims, scaling = mesh.gathered_dims(stored), _of_tensors(observed)
+    dims, scaling = mesh.gathered_dims(stored), _scaling_of(observed)
 
     def local(x, stored, scale_inv):
         with matmul.scope():
@@ -89,7 +89,7 @@ def _forward(matmul, x, weight, observed, stored, scale_inv):
 
 def _backward(matmul, residuals, dy):
     data, scale_inv_x, amax, stored, scale_inv, observed = residuals
-    dims, scaling = mesh.gathered_dims(stored), _of_tensors(observed)
+    dims, scaling = mesh.gathered_dims(stored), _scaling_of(observed)
 
     def local(dy, data, scale_inv_x, amax, stored, scale_inv):
         with matmul.scope():
@@ -115,9 +115,8 @@ def _backward(matmul, residuals, dy):
 _dot.defvjp(_forward, _backward)
 
 
-def _of_tensors(observed: jax.Array | None) -> str:
-    """The `precision.scaling` of FP8. Delayed scaling has zeros whose cotangent is `observed`;
-    current scaling has none."""
+def _scaling_of(observed: jax.Array | None) -> str:
+    """The `precision.scaling` of FP8. Only current scaling has no `observed`."""
     return "current" if observed is None else "delayed"
 
 

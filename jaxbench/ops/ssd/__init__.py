@@ -68,7 +68,7 @@ def refusal(name: str, cfg: ModelConfig, dtype: str, length: int, platform: str)
     """Why an implementation cannot compute a model's mixers; None if it can."""
     implementation = IMPLEMENTATIONS[name]
     assert cfg.mamba
-    if platform not in (implementation.platforms or (platform,)):
-        return f"does not run on a {platform}"
+    if reason := implementations.not_on(implementation.platforms, platform):
+        return reason
     refused = implementation.refusal(cfg.mamba, dtype, length)
     return refused and f"cannot compute {refused}"
