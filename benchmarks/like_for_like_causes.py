@@ -13,7 +13,7 @@ from jaxbench.base.hardware import Gpu
 from jaxbench.base.outliers import GPU_SPREAD
 from jaxbench.forecast.costs import MICRO, Measured
 from jaxbench.forecast.forecast import expected_costs
-from jaxbench.forecast.sensitivity import Changed
+from jaxbench.forecast.sensitivity import Changed, waiting_for_slowest
 from jaxbench.forecast.tables import load
 from jaxbench.xla.hlo import Work
 from jaxbench.xla.schedule import Walk
@@ -45,7 +45,7 @@ def sustaining(factor: float) -> Callable[[Measured], Measured]:
             if key[0] == "sustained":
                 values[key] = {sizes: rate * factor for sizes, rate in values[key].items()}
         tables = replace(costs.tables, values=values)
-        return Measured(costs.gpu, tables, costs.conditions, costs.gpus)
+        return Measured(costs.gpu, tables, costs.conditions)
 
     return changed
 
@@ -68,15 +68,18 @@ CHANGES: dict[str, Callable[[Measured], Measured]] = {
         costs, memory=MEMORY_SHARE / 0.90
     ),
     "2 us more per kernel": lambda costs: Changed(costs, start_s=2 * MICRO),
-    "the slowest of all GPUs (1.5 %)": under(spread=GPU_SPREAD),
 }
 """The cost model with each change."""
+
+SLOWEST = f"the slowest of all GPUs ({100 * GPU_SPREAD:g} %)"
+"""The last change, which depends on the number of GPUs."""
 
 
 def seconds(walk: Walk, gpu: Gpu) -> list[float]:
     """The seconds of a step with each change."""
     costs = expected_costs(walk, gpu, load(gpu.name.lower()))
-    return [walk.under(changed(costs)).step_s for changed in CHANGES.values()]
+    changes = [*CHANGES.values(), waiting_for_slowest(walk.program.devices)]
+    return [walk.under(changed(costs)).step_s for changed in changes]
 
 
 def table(
@@ -90,7 +93,7 @@ def table(
         own = [s / published_s - 1 for s in seconds(walk, gpu)]
         errors.setdefault(name, []).append(own)
     lines = []
-    for n, change in enumerate(CHANGES):
+    for n, change in enumerate([*CHANGES, SLOWEST]):
         medians = [statistics.median(own[n] for own in of) for of in errors.values()]
         size = statistics.median(abs(median) for median in medians)
         cells = [change, *map(percent, medians), f"{100 * size:.1f}",

@@ -102,7 +102,7 @@ COPY = Kernel((), 2**30, "")
 
 def test_a_change_alters_the_kernels_that_it_names_and_no_others(script):
     """Every change but those of collectives and of the network acts on one kernel or more."""
-    expected = Measured(H100, load("h100"), gpus=64)
+    expected = Measured(H100, load("h100"))
 
     def seconds(changed):
         costs = changed(expected)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
 from math import log, log2, prod
-from statistics import NormalDist
 
 from jaxbench.base.hardware import PLANNED, Gpu
 from jaxbench.forecast.interpolate import Grid, between
@@ -45,12 +44,11 @@ class Conditions:
     A forecast has the values here. `slowdown` is the factor on the time of a kernel that overlaps
     with a collective: the median of what was measured on H100s (`docs/design/forecast.md`, *Kernels
     next to collectives*). `sustained` says that clocks are under the power limit; otherwise they
-    are as high as in bursts. `spread` is the standard deviation of the GPUs' speed.
+    are as high as in bursts.
     """
 
     slowdown: float = 1.5
     sustained: bool = True
-    spread: float = 0.0
 
 
 EXPECTED = Conditions()
@@ -63,13 +61,13 @@ H100, from 0.64 to 0.83."""
 
 class Measured(Roofline):
     """The cost model of a forecast. Times are from tables, and scaled if the GPU's links are not
-    the ones that were measured. The job has `gpus` GPUs and waits for the slowest of them."""
+    the ones that were measured."""
 
     hides_copies = False
 
-    def __init__(self, gpu: Gpu, tables: Tables, conditions: Conditions = EXPECTED, gpus: int = 1):
+    def __init__(self, gpu: Gpu, tables: Tables, conditions: Conditions = EXPECTED):
         super().__init__(gpu, conditions.slowdown)
-        self.tables, self.conditions, self.gpus = tables, conditions, gpus
+        self.tables, self.conditions = tables, conditions
         self._product = cache(self._product_s)
         self._grouped = cache(self._grouped_s)
         self._transfers = cache(self._measured_transfers)
@@ -219,8 +217,7 @@ class Measured(Roofline):
         if not self.conditions.sustained:
             return 0.0
         rates = self.tables.values["sustained", self.format(work)]
-        rate = rates[max(rates)] * 1e12 * slowest(self.conditions.spread, self.gpus)
-        return 2 * prod(padded(work)) / rate
+        return 2 * prod(padded(work)) / (rates[max(rates)] * 1e12)
 
     def _least(self, work: Work) -> float:
         return work.flops / (work_peak(self.gpu, work) * 1e12)
@@ -385,12 +382,6 @@ def half_scores(work: Work) -> float:
     batch, heads, length, key, value = work.sizes
     per_score = 2 * (3 * key + 2 * value) if work.backward else 2 * (key + value)
     return per_score * batch * heads * length * length / 2
-
-
-def slowest(spread: float, gpus: int) -> float:
-    """The speed of the slowest of `gpus` GPUs relative to the median GPU. It is the median of the
-    minimum of as many draws from a normal distribution."""
-    return 1 - spread * NormalDist().inv_cdf(0.5 ** (1 / gpus))
 
 
 def padded(work: Work) -> tuple[int, int, int]:

@@ -100,7 +100,7 @@ def expected_schedule(walk: Walk, gpu: Gpu, tables: Tables) -> Schedule:
 
 def expected_costs(walk: Walk, gpu: Gpu, tables: Tables) -> Measured:
     """The cost model of a forecast."""
-    return Measured(gpu, tables, gpus=walk.program.devices)
+    return Measured(gpu, tables)
 
 
 def _bases(
@@ -140,8 +140,12 @@ def _seconds(used: Mapping[tuple[str, ...], float], stated: Collection[str]) -> 
 
 
 def _used(kind: str, used: Collection[str]) -> bool:
-    """False for a table of matmuls that the program does not use. `kind` includes the name."""
-    return kind.split()[0] not in ("product", "grouped") or kind in used
+    """False for a table of kernels that the program does not run. `kind` includes the name."""
+    word = kind.split()[0]
+    if word in ("attention", "kept", "scan"):
+        runs = "attention" if word == "kept" else word
+        return any(name.split()[0] == runs for name in used)
+    return word not in ("product", "grouped", "grouped_weights") or kind in used
 
 
 def in_words(name: str) -> str:

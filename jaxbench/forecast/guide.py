@@ -19,7 +19,7 @@ def guide(program: Program, gpu: Gpu) -> str:
     and copy, and of every collective under the name of its start. It is a text proto
     (`ProfiledInstructionsProto`)."""
     job = placed(gpu, program.devices)
-    costs = Measured(job, load(gpu.name.lower()), gpus=program.devices)
+    costs = Measured(job, load(gpu.name.lower()))
     kernels = {name: kernel for name, kernel, _ in Walk(program).kernels()}
     seconds: dict[str, float] = {}
     for i, scope, _ in program.walk():

@@ -3,6 +3,7 @@ changed at a time."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 from jaxbench.base.outliers import GPU_SPREAD
 from jaxbench.forecast.costs import EXPECTED, MICRO, Conditions, Measured
@@ -35,7 +36,7 @@ class Changed(Measured):
         start_s: float = 0.0, conditions: Conditions | None = None,
     ):  # fmt: skip
         gpu = replace(costs.gpu, host=costs.gpu.host / host)
-        super().__init__(gpu, costs.tables, conditions or costs.conditions, costs.gpus)
+        super().__init__(gpu, costs.tables, conditions or costs.conditions)
         self.factor, self.memory, self.start_s = work, memory, start_s
         self.links = {True: network, False: nvlink}
 
@@ -61,6 +62,21 @@ def _of(kind: str, factor: float) -> Callable[[Work], float]:
     return lambda work: factor if work.kind.startswith(kind) else 1.0
 
 
+def slowest(spread: float, gpus: int) -> float:
+    """The speed of the slowest of `gpus` GPUs relative to the median GPU. It is the median of the
+    minimum of as many draws from a normal distribution."""
+    return 1 - spread * NormalDist().inv_cdf(0.5 ** (1 / gpus))
+
+
+def waiting_for_slowest(gpus: int) -> Callable[[Measured], Measured]:
+    """The cost model of a job of so many GPUs that waits for the slowest of them."""
+    factor = 1 / slowest(GPU_SPREAD, gpus)
+    return lambda costs: Changed(costs, lambda work: factor)
+
+
+SLOWEST = "slowest GPU", f"all wait for it, with a spread of {100 * GPU_SPREAD:g} %"
+"""What `waiting_for_slowest` changes, and how."""
+
 CHANGES: Mapping[tuple[str, str], Callable[[Measured], Measured]] = {
     ("matmuls", "5 % slower"): lambda costs: Changed(costs, _of("product", 1.05)),
     ("grouped matmuls", "20 % slower"): lambda costs: Changed(costs, _of("grouped", 1.2)),
@@ -75,9 +91,6 @@ CHANGES: Mapping[tuple[str, str], Callable[[Measured], Measured]] = {
     ),
     ("collectives inside NVLink domains", "25 % slower"): lambda costs: Changed(costs, nvlink=1.25),
     ("link to the host", "25 % slower"): lambda costs: Changed(costs, host=1.25),
-    ("slowest GPU", "all wait for it, with a spread of 1.5 %"): lambda costs: Changed(
-        costs, conditions=replace(costs.conditions, spread=GPU_SPREAD)
-    ),
     ("launches", "2 us more for each kernel"): lambda costs: Changed(costs, start_s=2 * MICRO),
 }  # fmt: skip
 """The cost model with each change, by what is changed and how. The changes are about as large as
@@ -86,12 +99,13 @@ what we do not know."""
 
 def sensitivities(walk: Walk, costs: Measured, step_s: float) -> list[Sensitivity]:
     """By how much each change makes a forecast step of `step_s` longer, the most first."""
+    changes = {**CHANGES, SLOWEST: waiting_for_slowest(walk.program.devices)}
     found = [
         Sensitivity(
             what=what,
             change=change,
             percent=100 * (walk.under(changed(costs)).step_s / step_s - 1),
         )
-        for (what, change), changed in CHANGES.items()
+        for (what, change), changed in changes.items()
     ]
     return sorted(found, key=lambda s: -s.percent)

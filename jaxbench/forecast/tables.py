@@ -120,11 +120,13 @@ def assumptions(path: Path) -> dict[str, str]:
 
 def _beside(kind: str, packaged: Times, user: Times) -> Times:
     """The package's values that remain next to a user's values of the same kind. For collectives
-    these are the other numbers of GPUs. For `memory` it is the start of a kernel (0 bytes), which
-    `calibrate` does not measure."""
+    these are the other numbers of GPUs, for links the other sizes. For `memory` it is the start of
+    a kernel (0 bytes), which `calibrate` does not measure."""
     if kind == "collective":
         groups = {sizes[0] for sizes in user}
         return {sizes: time for sizes, time in packaged.items() if sizes[0] not in groups}
+    if kind in ("network", "nvlink"):
+        return {sizes: share for sizes, share in packaged.items() if sizes not in user}
     if kind == "memory" and (0,) not in user:
         return {sizes: time for sizes, time in packaged.items() if sizes == (0,)}
     return {}

@@ -87,14 +87,14 @@ def find_remedy(run: Run, plan: Plan, gpu: Gpu, command: str) -> Iterator[str]:
     """Compiles candidates of a search until one fits. Yields a line for each candidate. The last
     line has the command that plans what fits; it begins with `command`, which plans the row."""
     yield "  looking for settings with which it fits:"
-    searching = search.Search(run, gpu)
+    searching = search.Search(run, gpu, search.fixed_keys(run))
     searching.tried[searching.row] = search.Outcome.of(plan)
     described, asking = ask_cudnn.for_compiler(gpu)
     devices = compile_only_devices(described, run.gpus)
     for candidate in (new for _ in range(REMEDIES) for new in searching.batch(1)):
         absent = mesh.make_mesh(candidate.mesh_shape, devices)
         with jax.set_mesh(absent), compiling(candidate):
-            compiled, _, _ = compile_program(candidate, asking, guide)
+            compiled, _, _ = compile_program(candidate, flags.PLANNED | asking, guide)
         size = Memory.of(compiled, gpu)
         searching.tried[candidate] = search.Outcome(peak=size.peak, fits=size.fits)
         changes = candidates.changes(candidate, searching.row)

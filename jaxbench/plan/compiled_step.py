@@ -100,13 +100,13 @@ def step_of(program: Program, gpu: Gpu, tables: Tables, axes: Callable[[Collecti
 
 
 def traffic_by_axes(bound: Schedule, gpu: Gpu, axes: Callable[[Collective], str]) -> list[Traffic]:
-    """Sums the collectives of a step by kind and by what `axes` says they cross. Those that send
-    most come first."""
-    sums: dict[tuple[str, str], Traffic] = {}
+    """Sums the collectives of a step by kind, by what `axes` says they cross, and by their links.
+    Those that send most come first."""
+    sums: dict[tuple[str, str, bool], Traffic] = {}
     for t in bound.transfers:
-        kind, crossed = t.collective.kind, axes(t.collective)
-        new = Traffic(kind=kind, axes=crossed, across_domains=t.collective.crosses_domains(gpu))
-        line = sums.setdefault((kind, crossed), new)
+        key = t.collective.kind, axes(t.collective), t.collective.crosses_domains(gpu)
+        new = Traffic(kind=key[0], axes=key[1], across_domains=key[2])
+        line = sums.setdefault(key, new)
         line.count += t.collective.count
         line.bytes += t.collective.wire_bytes
         line.least_s += t.seconds
@@ -155,5 +155,5 @@ def other_kernels(walk: Walk, gpu: Gpu) -> list[OtherKernels]:
             source = memory.readable(kernel.source, "without a name")
             line = sums.setdefault(source, OtherKernels(source=source))
             line.seconds += sum(roofline.kernel(kernel).values()) * runs
-            line.launches += runs
+            line.launches += runs * (1 + kernel.further)
     return sorted(sums.values(), key=lambda line: -line.seconds)[:SHOWN_KERNELS]

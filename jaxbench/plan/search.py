@@ -242,7 +242,8 @@ def search(
         tried += f"; in {state.cannot_fit} of these the train state alone does not fit"
     left = len(state.to_compile()) if best else 0
     more = f"another {counted(left, 'candidate')} may be faster (--limit)"
-    tried += f"; {more}" if left else "; we expect no other to be as fast"
+    if best:
+        tried += f"; {more}" if left else "; we expect no other to be as fast"
     changes = [*row.overrides, *best["set"]] if best else []
     setting = [word for text in changes for word in ("--set", text)]
     command = " ".join(["--config", config, "--gpus", row.row, *target.options(), *setting])
@@ -261,16 +262,20 @@ def search(
     return int(best is None)
 
 
+def fixed_keys(row: Run) -> frozenset[str]:
+    """The settings that a search would vary, but that the user `--set` on the row."""
+    overrides = recipes.parse_overrides(list(row.overrides))
+    return frozenset(f"{o.section}.{o.name}" for o in overrides) & frozenset(candidates.KEYS)
+
+
 def run(
     recipe: Recipe, row: Run, config: str, limit: int, target: Target,
     free: frozenset[str] = frozenset(),
 ) -> Search:  # fmt: skip
     """A finished search from a row: compiles candidates until there are `limit` of them, or until
     none is worth it. What the user `--set` on the row stays as it is, except keys in `free`."""
-    overrides = recipes.parse_overrides(list(row.overrides))
-    fixed = {f"{override.section}.{override.name}" for override in overrides}
     check_compiler()
-    state = Search(row, target.gpu, frozenset(fixed & {*candidates.KEYS} - free))
+    state = Search(row, target.gpu, fixed_keys(row) - free)
     with progress() as bar:
         task = bar.add_task(f"{row.recipe} {row.row}", total=limit)
         while batch := state.batch(min(BATCH, limit - len(state.tried))):

@@ -29,8 +29,8 @@ COMPARED = (
 )
 """Columns of a table in which more is worse."""
 
-LEAST = 0.05
-"""The change of a column, in its unit, that is never worth a line."""
+LEAST_GIB = 0.05
+"""The change of a size that is never worth a line."""
 
 
 def rows(target: Target, every: bool = True) -> list[Run]:
@@ -116,9 +116,10 @@ def write_table(
 
 
 def compare_tables(before: Path, after: Path, percent: float) -> tuple[str, bool]:
-    """A line for each value that moved by more than `percent` between two tables (plan.csv), and
-    whether anything got worse: a value of a column grew, a row no longer fits, or a row is missing.
-    Raises RecipeError for a file that is no such table."""
+    """A line for each value that moved by more than `percent` between two tables (plan.csv), of
+    seconds by more than that share of the step; and whether anything got worse: a value of a column
+    grew, a row no longer fits, or a row is missing. Raises RecipeError for a file that is no such
+    table."""
     old, new = _read_table(before), _read_table(after)
     lines, worse = [], False
     for row in old | new:
@@ -132,7 +133,9 @@ def compare_tables(before: Path, after: Path, percent: float) -> tuple[str, bool
             worse |= new[row]["fits"] != "yes"
         for column in COMPARED:
             x, y = float(old[row][column]), float(new[row][column])
-            if abs(y - x) > max(LEAST, abs(x) * percent / 100):
+            whole = float(old[row]["forecast s"]) if column.endswith(" s") else x
+            least = LEAST_GIB if column.endswith("GiB") else 0.0
+            if abs(y - x) > max(least, whole * percent / 100):
                 ratio = f", x {y / x:.3f}" if x else ""
                 lines.append(f"{name}: {column} {old[row][column]} -> {new[row][column]}{ratio}")
                 worse |= y > x

@@ -59,8 +59,8 @@ class Target:
 
 def system(gpu: Gpu) -> dict[str, Any]:
     """The properties and links of the GPU that decide a plan."""
-    names = ("device", "memory", "bandwidth", "nvlink", "nic", "host", "node", "domain", "leaf",
-             "oversubscription", "latency")  # fmt: skip
+    names = ("device", "memory", "host_memory", "bandwidth", "nvlink", "nic", "host", "node",
+             "domain", "leaf", "oversubscription", "latency")  # fmt: skip
     peaks = {f"{dtype} TFLOP/s": peak for dtype, peak in gpu.tflops.items()}
     return {name: getattr(gpu, name) for name in names} | peaks
 
@@ -100,7 +100,8 @@ def read(path: Path) -> Gpu:
     like = PLANNED[known(content.pop("like"), f"--gpu {path}: like")]
     settings = [f"{name}={value}" for name, value in content.items()]
     gpu = with_settings(like, settings, f"--gpu {path}:")
-    return replace(gpu, device=f"{path.stem} (a changed {gpu.device})")
+    # `identify` knows a GPU by its words, so those of the file's name must not look like one.
+    return replace(gpu, device=f"{gpu.device} ({path.stem.lower()})")
 
 
 def with_settings(gpu: Gpu, settings: Sequence[str], option: str = "--system") -> Gpu:

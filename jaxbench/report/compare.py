@@ -101,7 +101,7 @@ def compare(a: Sequence[Result], b: Sequence[Result], threshold: float) -> Compa
         threshold=threshold,
         verdict=_outcome(low, high, threshold),
         runs=(len(a), len(b)),
-        differences=list(differences(a[0], b[0])),
+        differences=list(differences(a, b)),
     )
 
 
@@ -136,22 +136,35 @@ def short(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-def differences(a: Result, b: Result) -> Iterator[tuple[str, Any, Any]]:
-    """(field, value in A, value in B) for each difference of two records, except variables of a
-    job; then the differences of telemetry."""
-    left, right = (dict(flat({part: r.run.record.get(part) for part in SECTIONS})) for r in (a, b))
+def differences(a: Sequence[Result], b: Sequence[Result]) -> Iterator[tuple[str, Any, Any]]:
+    """(field, value in A, value in B) for each difference between the records of two sets of runs,
+    except variables of a job; then the differences of telemetry. If the runs of a set have several
+    values, they are in one text."""
+    left, right = (_values([r.run.record for r in side]) for side in (a, b))
     for name in dict.fromkeys([*left, *right]):
         if left.get(name) != right.get(name) and not JOB_VARIABLE.search(name):
             yield name, left.get(name), right.get(name)
-    yield from _telemetry(a.run, b.run)
+    yield from _telemetry(*([r.run for r in side] for side in (a, b)))
 
 
-def _telemetry(a: RunData, b: RunData) -> Iterator[tuple[str, str, str]]:
-    """What telemetry says of one run and not of the other: the typical clock and power, and slow
-    nodes. Nothing if one of them has no telemetry."""
-    both = [gpus(run.record) for run in (a, b)]
-    clocks = [[100 * gpu.clock for gpu in every if gpu.clock] for every in both]
-    powers = [[gpu.power_w for gpu in every if gpu.power_w] for every in both]
+def _values(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The value of each field in some records, or a text of all its values."""
+    fields = [dict(flat({part: record.get(part) for part in SECTIONS})) for record in records]
+    merged = {}
+    for name in dict.fromkeys(name for record in fields for name in record):
+        values = [record.get(name) for record in fields]
+        same = all(value == values[0] for value in values)
+        merged[name] = values[0] if same else ", ".join(sorted(set(map(str, values))))
+    return merged
+
+
+def _telemetry(a: Sequence[RunData], b: Sequence[RunData]) -> Iterator[tuple[str, str, str]]:
+    """What telemetry says of one set of runs and not of the other: the typical clock and power, and
+    slow nodes. Nothing if one of them has no telemetry."""
+    both = [[gpus(run.record) for run in side] for side in (a, b)]
+    every = [[gpu for run in side for gpu in run] for side in both]
+    clocks = [[100 * gpu.clock for gpu in side if gpu.clock] for side in every]
+    powers = [[gpu.power_w for gpu in side if gpu.power_w] for side in every]
     for name, unit, values in (
         ("clock under load", "% of the highest", clocks), ("power under load", "W", powers),
     ):  # fmt: skip
@@ -159,7 +172,8 @@ def _telemetry(a: RunData, b: RunData) -> Iterator[tuple[str, str, str]]:
             typical_a, typical_b = map(statistics.median, values)
             if abs(typical_b - typical_a) > TELEMETRY_DIFFERS * typical_a:
                 yield f"{name}, {unit}", f"{typical_a:.1f}", f"{typical_b:.1f}"
-    if all(both):
-        before, after = (", ".join(sorted(slow_nodes(every))) or "none" for every in both)
+    if all(every):
+        slow = ({node for run in side for node in slow_nodes(run)} for side in both)
+        before, after = (", ".join(sorted(nodes)) or "none" for nodes in slow)
         if before != after:
             yield "slow nodes", before, after

@@ -187,7 +187,7 @@ def _points(group: Sequence[Result], threshold: float) -> Iterator[Point]:
         point = Point(result=r)
         if r.complete and r.mean_s:
             if previous is not None and number in changes:
-                different = (*differences(previous, r),)
+                different = (*differences([previous], [r]),)
                 point = Point(result=r, change=changes[number], differences=different)
             number, previous = number + 1, r
         yield point

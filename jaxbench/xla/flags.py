@@ -39,8 +39,9 @@ TUNED: Options = {
     # Queue several collectives: with one at a time in flight, a small gather waits until a large
     # one is done, and is then exposed.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-    # By default the scheduler hides nothing more once it estimates that 80 % of memory is full. Its
-    # estimate is far above what is then allocated. `plan` shows whether a row fits.
+    # By default the scheduler hides nothing more once it estimates that temporaries fill 95 % of
+    # what arguments and outputs leave. Its estimate is far above what is then allocated. `plan`
+    # shows whether a row fits.
     "xla_gpu_memory_limit_slop_factor": 150,
 }
 

@@ -112,7 +112,7 @@ class Walk:
                 total.parts.update(costs.kernel(kernel))
                 total.moving_s += costs.moving(kernel)
                 total.occupy(KERNELS, i.name, start_s, total.kernel_s - kernel_s, launched, kernel)
-                computes = bool(kernel.works)
+                computes = any(w.matmul or w.kind == "attention" for w in kernel.works)
             elif i.opcode.endswith("-done"):
                 side.finish(i.operands[0])
                 waited_s = link.finish(i.operands[0], total.step_s)

@@ -9,12 +9,13 @@ import pytest
 from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.base.outliers import GPU_SPREAD
 from jaxbench.forecast import tables
-from jaxbench.forecast.costs import EXPECTED, WEIGHTS, Conditions, Measured, slowest
+from jaxbench.forecast.costs import EXPECTED, WEIGHTS, Conditions, Measured
+from jaxbench.forecast.sensitivity import slowest
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import GROUPED, Work
 from jaxbench.xla.timeline import Kernel
 
-BURSTS, SPREAD = Conditions(sustained=False), Conditions(spread=GPU_SPREAD)
+BURSTS = Conditions(sustained=False)
 
 
 def measured(gpu=H100, conditions=EXPECTED) -> Measured:
@@ -212,15 +213,6 @@ def test_sustained_rates_are_those_of_the_longest_products(gpu, dtype):
 def test_half_of_all_jobs_have_a_gpu_as_slow_as_the_slowest(gpus):
     speed = slowest(GPU_SPREAD, gpus)
     assert (1 - NormalDist(1, GPU_SPREAD).cdf(speed)) ** gpus == pytest.approx(0.5)
-
-
-def test_a_spread_of_gpus_waits_for_the_slowest_one_of_the_job():
-    large = product(8192, 28672, 8192)
-    slow = [Measured(H100, tables.load("h100"), SPREAD, n) for n in (1, 64)]
-    one, many = (costs.work(large) for costs in slow)
-    assert one == measured().work(large)
-    assert many == pytest.approx(one / slowest(GPU_SPREAD, 64))
-    assert many / one == pytest.approx(1.036, abs=1e-3)
 
 
 def test_products_are_padded_to_tiles_and_batches_are_rows():
@@ -558,7 +550,7 @@ def test_a_higher_peak_or_a_faster_memory_never_makes_a_kernel_slower(gpu):
              for dtype in ("bf16", "f8e4m3fn", "f32")]  # fmt: skip
     works += [attention(1, 64, length, 128, 128) for length in (256, 8192)]
     works += [grouped(1024, dtype=dtype) for dtype in ("bf16", "f8e4m3fn")]
-    for conditions in (BURSTS, EXPECTED, SPREAD):
+    for conditions in (BURSTS, EXPECTED):
         costs = [Measured(g, tables.load(gpu), conditions) for g in (known, *faster)]
         for kernel in [Kernel((work,), 10**8, "") for work in works] + [Kernel((), 10**9, "")]:
             seconds, *others = (sum(each.kernel(kernel).values()) for each in costs)

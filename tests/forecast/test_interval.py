@@ -124,7 +124,7 @@ def test_errors_are_of_the_tables_of_today():
     programs again."""
     for line in lines():
         gpu = placed(PLANNED[line["GPU"]], int(line["GPUs"]))
-        costs = Measured(gpu, tables.load(line["GPU"]), gpus=int(line["GPUs"]))
+        costs = Measured(gpu, tables.load(line["GPU"]))
         for kind in ("matmul", "attention"):
             first, _, text = line[kind].partition(" ")
             sizes = tuple(map(int, text.split("x")))

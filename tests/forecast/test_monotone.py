@@ -6,10 +6,11 @@ import pytest
 from compiled import Compiled, needs_compiler
 
 from jaxbench.base.hardware import PLANNED, Gpu, placed
+from jaxbench.base.outliers import GPU_SPREAD
 from jaxbench.forecast import tables
 from jaxbench.forecast.costs import Measured
 from jaxbench.forecast.forecast import expected_costs, forecast
-from jaxbench.forecast.sensitivity import CHANGES, sensitivities
+from jaxbench.forecast.sensitivity import CHANGES, SLOWEST, sensitivities, slowest
 from jaxbench.xla.custom_calls import RULES
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.schedule import Roofline, Walk
@@ -99,7 +100,7 @@ def check_faster(program: Program, name: str) -> None:
     walk = Walk(program)
 
     def steps(gpu: Gpu) -> list[float]:
-        costs = Roofline(gpu), Measured(gpu, loaded, gpus=program.devices)
+        costs = Roofline(gpu), Measured(gpu, loaded)
         return [walk.under(cost).step_s for cost in costs]
 
     at_first = steps(gpu)
@@ -147,12 +148,14 @@ def test_what_moves_a_forecast():
     expected = forecast(walk, gpu, loaded, lambda c: str(c.group))
     found = sensitivities(walk, expected_costs(walk, gpu, loaded), expected.step_s)
     assert [s.percent for s in found] == sorted((s.percent for s in found), reverse=True)
-    assert {(s.what, s.change) for s in found} == CHANGES.keys()
+    assert {(s.what, s.change) for s in found} == {*CHANGES, SLOWEST}
     percent = {s.what: s.percent for s in found}
     assert percent["attention"] == percent["grouped matmuls"] == 0
     of_step = 100 / expected.step_s
     products_s = expected.parts_s["products"]
     assert 0 < percent["matmuls"] <= 0.05 * products_s * of_step * (1 + 1e-9)
+    slow = 1 / slowest(GPU_SPREAD, program.devices) - 1
+    assert 0 < percent["slowest GPU"] <= slow * expected.step_s * of_step * (1 + 1e-9)
     launches = walk.under(Roofline(gpu)).launches
     assert 0 < percent["launches"] <= launches * 2e-6 * of_step
     for links in ("collectives between NVLink domains", "collectives inside NVLink domains"):

@@ -5,6 +5,7 @@ import pytest
 from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import PLANNED
 from jaxbench.forecast import tables
+from jaxbench.forecast.costs import share_of
 
 OWN = """\
 # gpu: h100
@@ -86,6 +87,14 @@ def test_a_users_table_comes_first(tmp_path):
     assert found.sources["product bf16"] == "own.csv"
     assert found.sources["product fp8"] == "the package's h100.csv"
     assert len(found.values["product", "fp8"]) == len(tables.load("h100").values["product", "fp8"])
+
+
+def test_a_users_ring_stands_next_to_the_packages(tmp_path):
+    file = tmp_path / "own.csv"
+    file.write_text("# gpu: h100\nkind,name,sizes,microseconds\nnetwork,ring,16,0.8\n")
+    packaged, found = (tables.load("h100", *own).values["network", "ring"] for own in ((), (file,)))
+    assert found == packaged | {(16,): 0.8}
+    assert 0 < share_of(found, 4096) < 1
 
 
 def test_an_unknown_gpu_says_which_are_known():

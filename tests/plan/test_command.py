@@ -5,6 +5,7 @@ import re
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from subprocess import CompletedProcess
 
 import made_plans
@@ -12,9 +13,9 @@ import pytest
 from mistakes import assert_mistake
 
 from jaxbench.base.files import as_json, owned
-from jaxbench.base.hardware import H100
+from jaxbench.base.hardware import H100, PLANNED, identify
 from jaxbench.plan import absent, candidates, command, processes, sweep
-from jaxbench.plan.systems import Target, find, with_settings
+from jaxbench.plan.systems import Target, find, system, with_settings
 from jaxbench.recipe import derived_rows, planned, published, recipes
 
 ROW = ["--config", "llama31_8b_bf16", "--gpus", "16"]
@@ -66,7 +67,39 @@ def test_a_file_describes_a_gpu_that_we_do_not_know(tmp_path):
     assert target.options() == ["--gpu", str(path), "--system", "nic=100"]
     assert (gpu.tflops["bf16"], gpu.tflops["fp8"]) == (1200, 1979)
     assert (gpu.memory, gpu.bandwidth, gpu.nic) == (200 * 2**30, 6000, 100)
-    assert gpu.device == "next (a changed NVIDIA H200)"
+    assert gpu.device == "NVIDIA H200 (next)"
+
+
+@pytest.mark.parametrize("like", PLANNED)
+def test_a_file_is_compiled_like_the_gpu_that_it_names(like, tmp_path):
+    """Whatever the name of the file."""
+    path = tmp_path / "B300.yaml"
+    path.write_text(f"like: {like}\nbf16: 3000\n")
+    known = identify(find(str(path)).gpu.device)
+    assert known is not None
+    assert known.name.lower() == like
+
+
+def test_host_memory_is_a_property_of_a_plan():
+    """Else a plan for another host would be read from the cache."""
+    assert system(H100) != system(replace(H100, host_memory=2**36))
+
+
+@pytest.mark.parametrize(
+    ("variable", "another"),
+    [
+        ("--xla_gpu_enable_triton_gemm=true", True),
+        ("--xla_allow_excess_precision=false", True),
+        ("--xla_force_host_platform_device_count=8", False),
+    ],
+)
+def test_flags_of_the_variable_make_another_plan(variable, another, monkeypatch):
+    run, _ = command.resolve(ROW[1], 8, [], H100)
+    target = find("h100")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    before = processes.folder(run, target)
+    monkeypatch.setenv("XLA_FLAGS", variable)
+    assert (processes.folder(run, target) != before) == another
 
 
 @pytest.mark.parametrize(
@@ -128,12 +161,15 @@ llama,gb200,8,fsdp 8,60.0,yes,10.0,0.0,0.01,1.000,1.200,1000
 @pytest.mark.parametrize(
     ("changes", "status", "said"),
     [
-        ([("60.0", "61.0"), ("0.01", "0.04")], 0, "no row changed by more than 2 %\n"),
+        ([("60.0", "61.0"), ("0.01", "0.03")], 0, "no row changed by more than 2 %\n"),
         ([("16,60.0,yes", "16,75.0,NO")], 1,
          "llama h100 16: fits yes -> NO\nllama h100 16: peak GiB 60.0 -> 75.0, x 1.250\n"),
         ([("8,60.0,yes,10.0,0.0,0.01,1.000,1.200", "8,60.0,yes,10.0,0.0,0.01,1.000,1.100")], 0,
          "llama h100 8: forecast s 1.200 -> 1.100, x 0.917\n"
          "llama gb200 8: forecast s 1.200 -> 1.100, x 0.917\n"),
+        ([("h100,8,fsdp 8,60.0,yes,10.0,0.0,0.01,1.000,1.200",
+           "h100,8,fsdp 8,60.0,yes,10.0,0.0,0.01,1.030,1.200")], 1,
+         "llama h100 8: bound s 1.000 -> 1.030, x 1.030\n"),
         ([("gb200,8", "gb200,4")], 1,
          "llama gb200 8: only in {a}\nllama gb200 4: only in {b}\n"),
     ],
@@ -146,6 +182,14 @@ def test_tables_are_compared_row_by_row(changes, status, said, tmp_path, capsys)
     b.write_text(text)
     assert command.main(["--diff", str(a), str(b)]) == status
     assert capsys.readouterr().out == said.format(a=a, b=b)
+
+
+def test_short_steps_are_compared_by_their_share(tmp_path, capsys):
+    a, b = tmp_path / "a.csv", tmp_path / "b.csv"
+    a.write_text(TABLE.replace("1.000,1.200", "0.100,0.124"))
+    b.write_text(TABLE.replace("1.000,1.200", "0.100,0.170"))
+    assert command.main(["--diff", str(a), str(b)]) == 1
+    assert "llama h100 8: forecast s 0.124 -> 0.170, x 1.371\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

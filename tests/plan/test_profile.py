@@ -12,6 +12,7 @@ from jaxbench.base.hardware import H100
 from jaxbench.forecast.forecast import expected_schedule
 from jaxbench.forecast.tables import load
 from jaxbench.plan import command, compare_profile
+from jaxbench.recipe.settings import AXES
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.schedule import Walk
 from jaxbench.xla.timeline import Slice
@@ -134,6 +135,24 @@ def test_what_is_no_profile_is_one_line(spoil, message, tmp_path, capsys):
     made(tmp_path)
     spoil(tmp_path)
     assert_mistake(command.main, ["--profile", tmp_path, "--gpu", "h100"], message, capsys)
+
+
+def test_a_profile_takes_kernels_of_its_own_gpu(tmp_path, capsys):
+    """The GPU is the record's, not the default of `--gpu`."""
+    folder = tmp_path / "profile" / "rank-0"
+    folder.mkdir(parents=True)
+    made(folder)
+    mesh = dict.fromkeys(AXES, 1) | {"fsdp": 64}
+    record = {"hardware": {"device": "NVIDIA GB200"}, "recipe": {"parallelism": mesh}}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    own = tmp_path / "own.csv"
+    own.write_text("# gpu: gb200\nkind,name,sizes,microseconds\nmemory,any,1000,0.5\n")
+    assert command.main(["--profile", str(folder), "--kernels", str(own)]) == 0
+    other = tmp_path / "other.csv"
+    other.write_text(own.read_text().replace("gb200", "h100"))
+    capsys.readouterr()
+    arguments = ["--profile", folder, "--kernels", other]
+    assert_mistake(command.main, arguments, "kernels of h100, but the plan is for gb200", capsys)
 
 
 def test_a_profile_of_an_unknown_gpu_needs_its_name(tmp_path, capsys):

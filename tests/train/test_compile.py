@@ -149,7 +149,7 @@ def test_the_forecast_guides_a_schedule_that_exposes_less():
         row = Compiled("llama2_70b_bf16", 1024, f"execution.xla_flags={name}")
         with jax.set_mesh(row.mesh):
             described = describe_kernels(row.run)
-        costs = Measured(H100, load("h100"), gpus=1024)
+        costs = Measured(H100, load("h100"))
         exposed[name] = schedule.Walk(row.program).under(costs).exposed_s
     assert described["schedule"] == "guided by the forecast"
     assert exposed["guided"] < exposed["tuned"] / 5

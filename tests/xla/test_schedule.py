@@ -306,6 +306,16 @@ def test_a_product_inside_a_fusion_is_compute():
     assert found.uncovered_bytes == 0
 
 
+def test_a_quantization_does_not_cover_a_gather():
+    """Only a matmul or attention does."""
+    cast = (
+        '  %q = bf16[8,8]{1,0} custom-call(%x), custom_call_target="te_dbias_quantize_ffi", '
+        "api_version=API_VERSION_TYPED_FFI\n"
+    )
+    found = schedule.Walk(program(GATHER + cast + DONE)).under(SYSTEM)
+    assert found.uncovered_bytes == 96
+
+
 def test_memory_that_nothing_is_written_to_costs_nothing():
     allocated = '  %e = f32[8,8]{1,0} custom-call(), custom_call_target="AllocateBuffer"\n'
     found = schedule.Walk(program(GATHER + allocated + DONE)).under(SYSTEM)
