@@ -140,14 +140,14 @@ def differences(a: Sequence[Result], b: Sequence[Result]) -> Iterator[tuple[str,
     """(field, value in A, value in B) for each difference between the records of two sets of runs,
     except variables of a job; then the differences of telemetry. If the runs of a set have several
     values, they are in one text."""
-    left, right = (_values([r.run.record for r in side]) for side in (a, b))
+    left, right = (values_of([r.run.record for r in side]) for side in (a, b))
     for name in dict.fromkeys([*left, *right]):
         if left.get(name) != right.get(name) and not JOB_VARIABLE.search(name):
             yield name, left.get(name), right.get(name)
     yield from _telemetry(*([r.run for r in side] for side in (a, b)))
 
 
-def _values(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def values_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The value of each field in some records, or a text of all its values."""
     fields = [dict(flat({part: record.get(part) for part in SECTIONS})) for record in records]
     merged = {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jaxbench.base.hardware import Gpu
 from jaxbench.xla.hlo import Program
-from jaxbench.xla.instruction import Instruction, Scope, elements, root, shape_bytes
+from jaxbench.xla.instruction import Instruction, Scope, result_shape, root, shape_bytes
 
 MEMORY = "S(5)"
 """XLA's memory space for pinned host memory in a layout (`Layout::kHostMemorySpace`)."""
@@ -53,9 +53,7 @@ def written(program: Program, i: Instruction, scope: Scope) -> tuple[str, int]:
     if opcode == "fusion":
         scope = program.computations[i.callees[0][0]]
         done, opcode = (inner := root(scope)), inner.opcode
-    result = done.shape
-    if done.opcode.endswith("-start"):  # ((operands), result, context), of a copy (result, ..)
-        result = elements(result)[0 if opcode == "copy" else 1]
+    result = result_shape(done)
     update = opcode == "dynamic-update-slice"
     size = scope[done.operands[1]].bytes if update else shape_bytes(result)
     return TO_HOST if MEMORY in result else FROM_HOST, size

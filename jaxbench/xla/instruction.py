@@ -181,6 +181,14 @@ def elements(shape: str) -> list[str]:
     return [element.strip() for element in found]
 
 
+def result_shape(i: Instruction) -> str:
+    """The shape of what an instruction computes. The shape of a `-start` is ((operands), result,
+    context), and of a copy (result, operand, context)."""
+    if not i.opcode.endswith("-start") or not i.shape.startswith("("):
+        return i.shape
+    return elements(i.shape)[0 if i.opcode == "copy-start" else 1]
+
+
 def _closing(text: str, opening: int) -> int:
     """Index of the parenthesis that closes the one at `opening`."""
     depth = 0

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from functools import cache
 
 from jaxbench.xla.hlo import ALLOCATES, GEMM_CALLS, Program
-from jaxbench.xla.instruction import DTYPE_BITS, Instruction, Scope, array_shapes, root, shape_bytes
+from jaxbench.xla.instruction import (
+    DTYPE_BITS,
+    Instruction,
+    Scope,
+    array_shapes,
+    result_shape,
+    root,
+    shape_bytes,
+)
 
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
@@ -152,8 +160,8 @@ def _bytes_read(names: Collection[str], body: Scope, users: list[Instruction]) -
             first, inner = user.operands[0] == name, user is not users[-1]
             if user.opcode == "bitcast" and inner:
                 total += read(user.name)
-            elif user.opcode in SLICES and first:
-                total += user.bytes
+            elif user.opcode.removesuffix("-start") in SLICES and first:
+                total += _size(user)
             elif user.opcode == "scatter" and name in (arrays := user.operands[: _arrays(user)]):
                 total += body[_updates(user)[arrays.index(name)]].bytes
             elif user.opcode in ELEMENTWISE and inner and user.bytes:
@@ -195,4 +203,4 @@ def _size(i: Instruction) -> int:
     """The bytes of an instruction's result, without the workspace of a matmul."""
     if i.target in GEMM_CALLS and i.shape.startswith("("):
         return i.bytes - math.prod(i.arrays[-1][1])
-    return i.bytes
+    return shape_bytes(result_shape(i))

@@ -20,7 +20,7 @@ from rich.console import Console
 from jaxbench.base import hardware
 from jaxbench.recipe import published
 from jaxbench.report import command, logs
-from jaxbench.report.compare import compare
+from jaxbench.report.compare import compare, values_of
 from jaxbench.report.runs import Steps
 from jaxbench.results.verdict import judge
 
@@ -317,6 +317,13 @@ def test_a_comparison_decides_what_the_spread_allows(repeats, capsys):
         differs = "  flags.compiler_options.xla_some: None -> True" in out
         assert differs == (verdict == "slower")
     assert command.main(["--compare", a, cases["slower"], "--threshold", "10"]) == 0
+
+
+def test_a_comparison_reads_the_records_of_all_runs():
+    """The second run of B had another driver."""
+    drivers = [{"versions": {"driver": driver}} for driver in ("580", "590")]
+    assert values_of(drivers[:1]) == {"versions.driver": "580"}
+    assert values_of(drivers) == {"versions.driver": "580, 590"}
 
 
 def test_a_comparison_leaves_out_the_shell(record, capsys):

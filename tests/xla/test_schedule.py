@@ -9,6 +9,7 @@ from jaxbench.base.errors import RunFailed
 from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.forecast.costs import Measured
 from jaxbench.forecast.tables import load
+from jaxbench.plan import compiled_step
 from jaxbench.xla import hlo, host_copies, kernels, schedule
 from jaxbench.xla.collectives import Collective
 
@@ -138,6 +139,16 @@ def test_a_synchronous_collective_waits_for_others_unless_communicators_are_apar
     found = schedule.Walk(both).under(SYSTEM)
     assert found.exposed_s == pytest.approx(GATHER_S)
     assert found.slices[0].start_s == found.slices[1].start_s
+
+
+def test_collectives_on_other_links_have_a_line_of_their_own():
+    far = GATHER.replace("[1,4]<=[4]", "[4,4]<=[4,4]T(1,0)").replace("%start", "%far")
+    body = GATHER + far + DOT + DONE + DONE.replace("%done", "%other").replace("%start", "%far")
+    found = schedule.Walk(program(body)).under(SYSTEM)
+    lines = compiled_step.traffic_by_axes(found, GPU, lambda _: "fsdp")
+    assert [(line.axes, line.across_domains, line.count) for line in lines] == [
+        ("fsdp", False, 1), ("fsdp", True, 1),
+    ]  # fmt: skip
 
 
 COPIED = """
@@ -355,11 +366,19 @@ UPDATE = """\
         ("dynamic-slice(%s, %n, %n), dynamic_slice_sizes={1,8}", 32 + 4 + 32),
         # Only the slice of a cast array is read.
         ("fusion(%s, %n), kind=kLoop, calls=%cast", 32 + 4 + 16),
+        # The shape of a start has its operands and a context too.
+        ("dynamic-slice-start(%s, %n, %n), dynamic_slice_sizes={1,8}", 32 + 4 + 32),
+        ("async-start(%s, %n), calls=%slice", 32 + 4 + 32),
+        ("copy-start(%s)", 320 + 320),
     ],
 )
 def test_traffic_of_slices_and_updates_in_place(line, expected):
     shape = "f32[10,8]{1,0}" if "update" in line else "f32[1,8]{1,0}"
     shape = "bf16[1,8]{1,0}" if "cast" in line else shape
+    if "-start" in line:
+        shape = f"((f32[10,8]{{1,0}}, s32[]), {shape}, u32[])"
+    if "copy" in line:
+        shape = "(f32[10,8]{1,0}, f32[10,8]{1,0}, u32[])"
     text = f"""\
   %s = f32[10,8]{{1,0}} parameter(1)
   %r = f32[1,8]{{1,0}} parameter(2)
