@@ -165,6 +165,7 @@ def write_slowed(
     plan = {
         "gpus": record["recipe"]["gpus"], "target": "h100", "settings": record["recipe"],
         "forecast": {"step_s": CLOCKED_S + OTHER_S, "parts_s": parts},
+        "bound_parts_s": {"compute": CLOCKED_S},
     }  # fmt: skip
     (path / "plan.json").write_text(json.dumps(plan))
     return path

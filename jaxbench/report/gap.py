@@ -75,31 +75,37 @@ def explain(result: Result) -> Gap | None:
     return Gap(kind=kind, reference_s=reference, measured_s=mean, parts=parts)
 
 
-def clocked_s(run: RunData) -> tuple[float, str]:
-    """The seconds of a step that are inverse to the clock, and what they are. They are the plan's
-    matmuls, attention and scan. Without a plan they are the model's FLOPs at the GPU's peak, which
-    is a lower bound."""
+def clocked_s(run: RunData) -> tuple[float, float, str]:
+    """The seconds of a step that depend on the clock: at the highest clock, as expected under load,
+    and what they are.
+
+    With a plan they are its arithmetic at the GPU's peak, and its matmuls, attention and scan,
+    whose rates are those under the power limit. Without a plan both are the model's FLOPs at the
+    peak.
+    """
     if run.plan is not None and (seconds := sum(run.plan.parts.get(name, 0) for name in CLOCKED)):
-        return seconds, f"{seconds:.3f} s of the plan's forecast"
+        at_peak = run.plan.at_peak_s or 0.0
+        return at_peak, seconds, f"{at_peak:.3f} s at the peak, {seconds:.3f} s in the forecast"
     if run.flops and run.peak_tflops:
         seconds = min(run.flops.values()) / run.peak_tflops / 1e12
-        return seconds, f"at least {seconds:.3f} s, the model's FLOPs at the peak"
-    return 0.0, ""
+        return seconds, seconds, f"at least {seconds:.3f} s, the model's FLOPs at the peak"
+    return 0.0, 0.0, ""
 
 
 def _devices(run: RunData) -> Iterator[Part]:
-    """The parts of clocks and slow ranks. First comes the clock of the typical GPU. Beyond it comes
-    the slowest GPU, for which all others wait, or the process with the least wait, for which its
-    GPUs wait."""
+    """The parts of clocks and slow ranks. First comes what the clock of the typical GPU costs
+    beyond what is expected under load. Beyond it comes the slowest GPU, for which all others wait,
+    or the process with the least wait, for which its GPUs wait."""
     every = gpus(run.record)
-    seconds, of = clocked_s(run)
+    at_peak, seconds, of = clocked_s(run)
     clocks = [gpu.clock for gpu in every if gpu.clock]
     if clocks and seconds:
         slower = statistics.median(1 / clock for clock in clocks)  # as in `slowdowns`
+        lost = max(0.0, at_peak * slower - seconds)
         percent = f"{100 / slower:.1f} %"
         why = f"{percent} of the highest clock, during {of}"
-        yield Part("clocks", seconds * (slower - 1), why, f"clocks at {percent}")
-        seconds *= slower
+        yield Part("clocks", lost, why, f"clocks at {percent}")
+        seconds += lost
     slow: list[tuple[float, str, str]] = []
     if clocks or any(gpu.products_s for gpu in every):
         factors = slowdowns(every, outlying=False)

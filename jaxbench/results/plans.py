@@ -33,12 +33,14 @@ def part_name(part: str) -> str:
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
     """The forecast of the step by a plan of the same program, and the bound, which no step can
-    beat. `parts` are seconds by name. `peak_memory` is in bytes of one GPU."""
+    beat. `parts` are seconds by name, `at_peak_s` the seconds of the arithmetic at the GPU's peak.
+    `peak_memory` is in bytes of one GPU."""
 
     path: Path
     step_s: float
     parts: dict[str, float]
     bound_s: float | None
+    at_peak_s: float | None
     peak_memory: float | None
 
 
@@ -87,5 +89,6 @@ def _planned_step(path: Path, values: dict[str, Any]) -> PlannedStep | None:
             if (seconds := figure(value)) is not None
         },
         bound_s=figure(values, "bound_step_s"),
+        at_peak_s=figure(values, "bound_parts_s", "compute"),
         peak_memory=figure(values, "bytes_per_device", "peak"),
     )

@@ -85,6 +85,18 @@ def test_a_gap_by_which_runs_differ_is_not_explained(tmp_path):
         assert ("Why it is slow" in page(tmp_path / f"{slow}")) == explained
 
 
+@pytest.mark.parametrize(("clock", "lost"), [(0.8, 0.0), (0.5, 3.0)])
+def test_the_clocks_that_a_forecast_expects_are_no_part_of_a_gap(clock, lost, tmp_path):
+    """Here the power limit makes matmuls take 1.25 times as long as at the peak."""
+    path = write_slowed(tmp_path, "run", clock=clock, not_comparable_because=["made"])
+    plan = json.loads((path / "plan.json").read_text())
+    plan["bound_parts_s"]["compute"] = CLOCKED_S * 0.8
+    (path / "plan.json").write_text(json.dumps(plan))
+    (result,) = command.report([tmp_path], None)
+    part = explain(result).parts[0]
+    assert part[:2] == ("clocks", pytest.approx(lost, abs=0.05))
+
+
 def test_without_a_plan_clocks_are_of_the_flops_at_the_peak(tmp_path):
     path = write_slowed(tmp_path, "run", clock=0.8)
     (path / "plan.json").unlink()
