@@ -28,6 +28,7 @@ from jaxbench.recipe.settings import (
     Parallelism,
     Run,
 )
+from jaxbench.xla import flags
 
 POLICY = "execution.remat", "execution.offload"
 """The settings of a candidate's policy."""
@@ -97,10 +98,10 @@ def options(run: Run) -> tuple[str, str, str]:
 def other_options(run: Run, fixed: frozenset[str] = frozenset()) -> Iterator[Run]:
     """The candidate with one of its options changed, except keys in `fixed`."""
     execution, precision = run.execution, run.precision
-    base, *flags = execution.xla_flags.split(",")
+    base, *changes = execution.xla_flags.split(",")
     other = {"tuned": "guided", "guided": "tuned"}.get(base)
     if other and "execution.xla_flags" not in fixed:
-        yield replace(run, execution=replace(execution, xla_flags=",".join([other, *flags])))
+        yield replace(run, execution=replace(execution, xla_flags=",".join([other, *changes])))
     replicas = run.data > 1 and run.parallelism.pipeline == 1
     if replicas and "execution.replica_sums" not in fixed:
         in_step = execution.replica_sums == "step"
@@ -117,16 +118,16 @@ def merged(a: Run, b: Run, base: Run) -> Run | None:
 
     def values(run: Run) -> list[Any]:
         execution, precision = run.execution, run.precision
-        flags, sums = execution.xla_flags, execution.replica_sums
-        return [run.parallelism, run.microbatch, execution.expert_parts, flags, sums, precision]
+        options, sums = execution.xla_flags, execution.replica_sums
+        return [run.parallelism, run.microbatch, execution.expert_parts, options, sums, precision]
 
     both = []
     for old, one, other in zip(values(base), values(a), values(b), strict=True):
         if old not in (one, other):
             return None
         both.append(other if one == old else one)
-    parallelism, microbatch, parts, flags, sums, precision = both
-    execution = {"expert_parts": parts, "xla_flags": flags, "replica_sums": sums}
+    parallelism, microbatch, parts, options, sums, precision = both
+    execution = {"expert_parts": parts, "xla_flags": options, "replica_sums": sums}
     try:
         return replace(
             base,
@@ -365,7 +366,7 @@ def layout_s(run: Run, base: Run, parts_s: dict[str, float], step_s: float) -> f
     """Seconds that we expect another layout and other options to add to the step of a compiled
     candidate, `base`, from the parts of its plan (`plan.parts`): the bubble, and what is exposed on
     each axis. It is rough, and only orders candidates."""
-    result = (_bubble(run) - _bubble(base)) * parts_s.get("products", step_s)
+    result = (run.bubble - base.bubble) * parts_s.get("products", step_s)
     exposed = {
         name.removeprefix("exposed: "): seconds
         for name, seconds in parts_s.items()
@@ -380,12 +381,6 @@ def layout_s(run: Run, base: Run, parts_s: dict[str, float], step_s: float) -> f
         if old == 1 and new > 1:
             result += step_s * NEW_AXIS * math.log2(new)
     return result
-
-
-def _bubble(run: Run) -> float:
-    """Idle time of a pipeline as a share of its work."""
-    p = run.parallelism
-    return (p.pipeline - 1) / (p.virtual_stages * run.accumulation)
 
 
 def _sent(run: Run, axis: str) -> float:
@@ -404,9 +399,8 @@ def _remaining(run: Run, base: Run, axes: str) -> float:
     """What remains exposed on some axes if options or `expert_parts` differ."""
 
     def hiding(run: Run) -> int:
-        guided = run.execution.xla_flags.startswith("guided")
         in_layers = "data" in axes and run.execution.replica_sums == "layer"
-        return guided + in_layers + ("expert" in axes and run.execution.expert_parts > 1)
+        return flags.guided(run) + in_layers + ("expert" in axes and run.execution.expert_parts > 1)
 
     return HIDING ** (hiding(run) - hiding(base))
 

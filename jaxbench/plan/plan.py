@@ -263,7 +263,7 @@ def stages(run: Run) -> Pipelined | None:
         ranks=ranks,
         virtual_stages=virtual_stages,
         microbatches=run.accumulation,
-        bubble=(ranks - 1) / (virtual_stages * run.accumulation),
+        bubble=run.bubble,
         slots=interleaved_1f1b(ranks, virtual_stages, run.accumulation).slots,
         padding=Stages.of(run).padding,
     )

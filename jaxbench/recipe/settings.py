@@ -340,6 +340,12 @@ class Run:
         return self.batch.global_batch // (self.microbatch * self.batch_ranks)
 
     @property
+    def bubble(self) -> float:
+        """The time for which a pipeline rank is idle, over the time for which it works."""
+        ranks, chunks = self.parallelism.pipeline, self.parallelism.virtual_stages
+        return (ranks - 1) / (chunks * self.accumulation)
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes of a gradient. Several microbatches are summed in `precision.accumulate`. The
         gradient of a single microbatch stays in bf16, except the embedding's, a small part, which
