@@ -8,7 +8,8 @@ much of a row's gain comes from the mesh.
     python benchmarks/published_mesh.py --document   # writes the table of docs/forecast.md
 
 Tensor, pipeline, context and expert axes, virtual stages and microbatch are those of
-configs/published.csv. FSDP takes the GPUs that are left, as Megatron's distributed optimizer does.
+configs/published.csv. FSDP takes the GPUs that are left. Megatron's distributed optimizer does so
+too, but it gathers weights once per step, and FSDP for each microbatch unless there is a pipeline.
 What is saved for the backward pass is not in that table, so a search chooses it (`CANDIDATES`).
 It begins with what the same layout saves on another number of GPUs or in another precision, if
 that is known.
