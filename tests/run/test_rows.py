@@ -17,6 +17,7 @@ def found(monkeypatch):
         monkeypatch.setattr(command.jax, "devices", lambda: [kind] * count)
         monkeypatch.setattr(command.job, "join", lambda **_: None)
         monkeypatch.setattr(command.devices, "select_platform", lambda count: None)
+        monkeypatch.setattr(command.host_memory, "check_host_memory", lambda needed, when: None)
         args = parse_arguments(["--config", config, *options])
         overrides = recipes.parse_overrides(args.set)
         run = command.join_and_resolve(args, recipes.load(config), overrides)
