@@ -14,5 +14,5 @@ bind_near() {
 # this host. Prints nothing if the kernel does not say.
 oom_kills() {
   local group=${1:-}/sys/fs/cgroup$(sed -n 's/^0:://p' "${1:-}/proc/self/cgroup" 2> /dev/null)
-  grep -h '^oom_kill ' "$group/memory.events" "${1:-}/proc/vmstat" 2> /dev/null || true
+  grep -h '^oom_kill ' "$group/memory.events" 2> /dev/null || grep -h '^oom_kill ' "${1:-}/proc/vmstat" 2> /dev/null || true
 }

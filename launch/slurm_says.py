@@ -83,13 +83,16 @@ def srun_error(messages):
     return None
 
 
+UNKNOWN_NODE = "a node"
+
+
 def node_of(rank):
     """The node of a rank, as `srun --distribution=block` places the ranks."""
     names = answer("hostnames", os.environ.get("SLURM_JOB_NODELIST", "")).split()
     try:
         return names[int(rank) // int(os.environ["SLURM_NTASKS_PER_NODE"])]
     except (LookupError, TypeError, ValueError):
-        return "a node"
+        return UNKNOWN_NODE
 
 
 def slurms(state, verdict):

@@ -195,7 +195,7 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
     }  # fmt: skip
     slurm = slurm_options(args, variables, slurm)
     if "exclude" in site:
-        slurm.setdefault("exclude", site["exclude"])
+        slurm["exclude"] = ",".join(filter(None, [site["exclude"], slurm.get("exclude")]))
     return Job(run, gpu, results, texts, settings, slurm)
 
 

@@ -29,6 +29,7 @@ import submit
 
 from jaxbench.base.errors import RecipeError
 from jaxbench.base.files import owned, write_json, write_whole
+from jaxbench.base.quantity import figure
 from jaxbench.base.terminal import Parser
 from jaxbench.cluster.jobs import queue, record_of, state
 from jaxbench.recipe import recipes, strict_yaml
@@ -119,11 +120,10 @@ def new(run: Entry, jobs: Mapping[str, Any]) -> str:
 
 def result(job: dict[str, str]) -> str:
     """The step time and the rate of a completed run."""
-    summary = record_of(Path(job["folder"])).get("summary")
-    if summary is None:
-        return ""
-    rate, time = summary["tokens_per_s_per_gpu"], summary["step_time_s"]["mean"]
-    return f"{time:.4g} s, {rate:.1f} tokens/s per GPU"
+    record = record_of(Path(job["folder"]))
+    seconds = figure(record, "summary", "step_time_s", "mean")
+    rate = figure(record, "summary", "tokens_per_s_per_gpu")
+    return f"{seconds:.4g} s, {rate:.1f} tokens/s per GPU" if seconds and rate else ""
 
 
 def read_jobs(store: Path) -> dict[str, dict[str, str]]:

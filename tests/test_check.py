@@ -1,8 +1,10 @@
 """`jaxbench check`: its judgement of made measurements, and the command on CPU devices."""
 
+import errno
 import json
 import random
 import re
+import time
 from dataclasses import replace
 
 import commands
@@ -14,6 +16,7 @@ from jaxbench.base.files import owned
 from jaxbench.check import command, host_facts, judge
 from jaxbench.check.judge import Rate
 from jaxbench.check.measure import bus_factor, distances, expected_seconds, pairs
+from jaxbench.cluster import nvml
 from jaxbench.forecast import tables
 
 SINGLE = {"bf16 matmuls": 700.0, "fp8 matmuls": 1300.0, "memory": 2660.0, "host to GPU": 50.0}
@@ -292,8 +295,50 @@ def test_a_port_counts_its_errors(tmp_path):
     folder = tmp_path / "mlx5_0" / "ports" / "1" / "counters"
     folder.mkdir()
     (folder / "symbol_error").write_text("7\n")
+    (folder / "link_downed").write_text("N/A (no PMA)\n")
     (counts,) = host_facts.counters({}, tmp_path).values()
     assert counts == {"symbol_error": 7}
+
+
+def test_a_bad_gpu_does_not_hide_the_network_of_its_node():
+    slowed = [("bf16", "node0 gpu 1", 0.7), (judge.BETWEEN_NODES, "node0", 0.4)]
+    found = judge.judge(*made(6, 0, gpus=4, slowed=slowed))
+    assert {f.where: f.cause for f in found} == {"node0 gpu 1": "gpu", "node0": "network"}
+
+
+def test_a_full_file_system_blames_no_node():
+    rates, hosts = made(3, 0)
+    for host in hosts.values():
+        host["files"] = {"problem": "/stage cannot be written: Disk quota exceeded"}
+    found = judge.judge(rates, hosts)
+    assert {(f.cause, f.nodes) for f in found} == {("storage", ())}
+    hosts["node0"]["files"] = {}
+    assert {f.nodes for f in judge.judge(rates, hosts)} == {("node1",), ("node2",)}
+
+
+def test_heat_is_seen_although_a_hot_gpu_takes_less_power(monkeypatch):
+    cool, hot = (
+        nvml.Sample(sm_mhz=mhz, power_w=watts, reasons=bits)
+        for mhz, watts, bits in ((1980, 700, 4), (1200, 450, 64))
+    )
+    samples = iter([cool, hot, *[cool] * 10**6])
+    monkeypatch.setattr(nvml.Gpu, "sample", lambda gpu: next(samples))
+    facts = [{}]
+    with host_facts.under_load([nvml.Gpu(0)], facts):
+        time.sleep(4 * host_facts.SAMPLE_S)
+    assert facts[0]["sm_mhz"] == 1200
+    assert facts[0]["reasons"] == ["hardware thermal slowdown"]
+
+
+def test_a_full_disk_keeps_no_file_of_the_check(tmp_path, monkeypatch):
+    def full(_):
+        assert [*tmp_path.iterdir()]
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(host_facts.os, "fsync", full)
+    found = host_facts.files(tmp_path)
+    assert found == {"problem": f"{tmp_path} cannot be written: No space left on device"}
+    assert not [*tmp_path.iterdir()]
 
 
 DCGM = "| Persistence Mode | Pass |\n| Page Retirement/Row Remap | Fail - GPU: 3 |\n"

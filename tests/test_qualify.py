@@ -93,7 +93,8 @@ def test_collectives_over_more_nodes_tell_where_they_fall(qualified, capsys):
     assert len(found.healthy) == 12
     assert found.remarks == [
         "8 nodes: all-reduce of 6.4e-08 GB: busbw 20 GB/s, but 40 over 2 nodes; look at the "
-        "switches between them, their routing and SHARP"
+        "switches between them, their routing and SHARP",
+        "all: all-reduce of 6.4e-08 GB: busbw 20 GB/s, 58 % below the expected 48",
     ]
     lines = acceptance.by_nodes(found.reports)
     assert [(line["collective"], line["nodes"], line["busbw"]) for line in lines[:4]] == [
@@ -161,6 +162,19 @@ def test_a_record_of_other_nodes_or_an_incomplete_one_is_no_result(tmp_path, mon
     for text in ("{", "[]", '{"rates": {}}'):
         (tmp_path / "nodes" / "node0" / "check.json").write_text(text)
         assert qualify.read(tmp_path / "nodes" / "node0") is None
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", 8), ("NVIDIA H100 80GB HBM3", 4)])
+def test_a_rehearsal_is_no_result_for_gpus(device, gpus, tmp_path, monkeypatch):
+    """Nor is a check of fewer GPUs. Both are in the default folder."""
+    rates, hosts = made(1, 0)
+    folder = tmp_path / "nodes" / "node0"
+    record(folder, ["node0"], rates, hosts)
+    path = folder / "check.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"device": device, "devices": gpus}))
+    args = qualify.make_parser().parse_args(["--output", str(tmp_path)])
+    monkeypatch.setenv("PATH", slurm(tmp_path))  # whose srun checks nothing
+    assert qualify.run_check(("node0",), qualify.NODES, args).report is None
 
 
 @pytest.mark.parametrize(
@@ -255,14 +269,15 @@ def test_the_page_shows_all_that_was_found(tmp_path):
          "busbw": n / 1e4, "expected": n / 8e3}
         for n in (8, 64, 512)
     ]  # fmt: skip
-    together = {"sizes": lines, "devices": 8, "nodes": 1, "minutes": 5}
+    together = {"sizes": lines, "devices": 8, "nodes": 2, "minutes": 5}
+    alone = {"devices": 4, "nodes": 1, "minutes": 5}
     runs = [{"recipe": "llama31_8b_fp8:8", "verdict": "slow", "reason": "90.1 %", "gpus": 8,
              "step_time_s": 2.0, "published_s": 1.8}]  # fmt: skip
     verdicts = {"node0": ("pass", ""), "node1": ("fail", "<b>"), "node2": ("not reached", "busy")}
-    page = acceptance.page(verdicts, hosts, [together], ["a - b: slow"], runs)
+    page = acceptance.page(verdicts, hosts, [together, alone], ["a - b: slow"], runs)
     for text in (
         "1 of 3 nodes passed, 1 failed, 1 not reached. 0 of 1 row passed.", "&lt;b&gt;",
-        "1 x NVIDIA H100", "165", "a - b: slow", "8 GPUs of 1 node", "512 B", "90.1", "590.0",
+        "1 x NVIDIA H100", "165", "a - b: slow", "8 GPUs of 2 nodes", "512 B", "90.1", "590.0",
         "collectives for 5 minutes", "Accepted by",
     ):  # fmt: skip
         assert text.replace(" %", "\xa0%") in page.replace("&nbsp;", "\xa0"), text

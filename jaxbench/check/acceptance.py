@@ -31,7 +31,9 @@ def page(
     check.json of all checks, the one of most nodes last, `notes` other findings, and `rows` the
     lines of rows (`report.formats.line`)."""
     counts = Counter(verdict for verdict, _ in verdicts.values())
-    together = reports[-1] if reports else {}
+    together: Mapping[str, Any] = next(
+        (report for report in reversed(reports) if report["nodes"] > 1), {}
+    )
     sizes, numbers = together.get("sizes") or [], by_nodes(reports)
     over = ""
     if together:

@@ -1,6 +1,7 @@
 """Asks the driver, the system and the file system of this host. Nothing here is measured on a
 device."""
 
+import errno
 import fcntl
 import os
 import platform
@@ -98,7 +99,8 @@ def counters(gpus: Mapping[str, nvml.Gpu], adapters: Path = ADAPTERS) -> Counts:
     for port in sorted(adapters.glob("*/ports/*")):
         texts = {kind: content(port / "counters" / kind) for kind in ERRORS}
         name = f"{platform.node()} {port.parents[1].name} port {port.name}"
-        found[name] = {kind: int(text) for kind, text in texts.items() if text}
+        # Some drivers have no counters: "N/A (no PMA)".
+        found[name] = {kind: int(text) for kind, text in texts.items() if text and text.isdecimal()}
     return found
 
 
@@ -150,16 +152,20 @@ def facts(gpus: Collection[nvml.Gpu]) -> list[dict[str, Any]]:
 
 @contextmanager
 def under_load(gpus: Collection[nvml.Gpu], facts: Collection[dict[str, Any]]) -> Iterator[None]:
-    """Samples GPUs as long as the context lasts. Then adds to the facts of each GPU its sample at
-    the greatest power, with `reasons` by name."""
+    """Samples GPUs as long as the context lasts. Then adds one sample to the facts of each GPU,
+    with `reasons` by name: the one at the greatest power, of those whose clock heat or the power
+    supply held down if there are any. A GPU takes less power once heat slows it down."""
     greatest: dict[int, nvml.Sample] = {}
     ended = threading.Event()
+
+    def weight(sample: nvml.Sample) -> tuple[bool, float]:
+        return bool((sample.reasons or 0) & nvml.HELD), sample.power_w or 0.0
 
     def watch() -> None:
         while not ended.wait(SAMPLE_S):
             for gpu in gpus:
                 now, before = gpu.sample(), greatest.get(gpu.index)
-                if before is None or (now.power_w or 0) >= (before.power_w or 0):
+                if before is None or weight(now) >= weight(before):
                     greatest[gpu.index] = now
 
     with ThreadPoolExecutor(1) as thread:
@@ -197,18 +203,21 @@ def files(folder: Path) -> dict[str, Any]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(open_unlinked(path, os.O_EXCL), "wb", buffering=0) as file:
-            for name, size in (("latency_s", 1), ("seconds", FILE_BYTES)):
-                zeros, began = bytes(size), time.perf_counter()
-                file.write(zeros)
-                os.fsync(file.fileno())
-                found[name] = time.perf_counter() - began
+            try:
+                for name, size in (("latency_s", 1), ("seconds", FILE_BYTES)):
+                    zeros, began = bytes(size), time.perf_counter()
+                    if file.write(zeros) < size:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    os.fsync(file.fileno())
+                    found[name] = time.perf_counter() - began
+            finally:
+                path.unlink(missing_ok=True)
             found["write_gb_s"] = FILE_BYTES / 1e9 / found.pop("seconds")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 found["lock"] = True
             except OSError:
                 found["lock"] = False
-        path.unlink()
     except OSError as error:
         return {"problem": f"{folder} cannot be written: {error.strerror}"}
     return found

@@ -36,6 +36,9 @@ EITHER = "either end may be bad, so leave one of the two out and check again"
 """What we say of a slow link: `PATH` if both of its ends have fast links, else `EITHER`."""
 
 IN_NODE, BETWEEN_NODES = "exchange in a node", "exchange between nodes"
+
+IN_A_NODE = "all-gather in a node", "reduce-scatter in a node", "all-to-all in a node"
+"""Kinds of rates of all GPUs of a node together."""
 """Kinds of the rates of links. The second kind is the network."""
 
 
@@ -288,11 +291,13 @@ def load_findings(hosts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
 
 def host_findings(hosts: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """Findings about the hosts' files, clocks and settings, and about versions and settings that
-    differ from the other hosts."""
+    differ from the other hosts. If no host can write, the file system is at fault and no node."""
+    problems = {n: p for n, host in hosts.items() if (p := host.get("files", {}).get("problem"))}
+    shared = len(problems) == len(hosts) > 1  # then no node is to be left out
     for name, host in hosts.items():
         files = host.get("files", {})
-        if problem := files.get("problem"):
-            yield Finding(name, problem, "storage", (name,))
+        if name in problems:
+            yield Finding(name, problems[name], "storage", () if shared else (name,))
         if files.get("latency_s", 0) > SLOW_FILE_S:
             yield Finding(name, f"writing a small file takes {files['latency_s']:.1f} s")
         if files.get("lock") is False:
@@ -349,7 +354,7 @@ def judge(
     gpus = {where: gpu for host in hosts.values() for where, gpu in host.get("gpus", {}).items()}
     found = [*rate_findings(kinds), *gpu_findings(gpus)]
     with_bad_gpu = {node(f.where) for f in found if f.cause == "gpu" and f.where not in hosts}
-    found = [f for f in found if f.where not in with_bad_gpu]
+    found = [f for f in found if f.where not in with_bad_gpu or not f.what.startswith(IN_A_NODE)]
     found += [*load_findings(hosts), *table_findings(kinds), *host_findings(hosts)]
     faults: dict[str, Finding] = {}
     remarks: dict[str, list[str]] = defaultdict(list)

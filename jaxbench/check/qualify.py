@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,7 +26,7 @@ from jaxbench.base.files import json_object, owned, write_json
 from jaxbench.base.terminal import Parser, command, console, plain_table, write
 from jaxbench.check import acceptance, rows
 from jaxbench.check.arguments import FILE as CHECKED
-from jaxbench.check.judge import Finding, Rate, fall_findings, judge
+from jaxbench.check.judge import Finding, Rate, fall_findings, judge, size_findings
 from jaxbench.cluster.jobs import environment, slurm
 from jaxbench.recipe.checks import positive
 
@@ -270,7 +271,16 @@ def qualify(nodes: Sequence[str], args: argparse.Namespace) -> Verdicts:
     found.add(findings_of(every))
     together = [check.report for check in (*some, *every) if check.report]
     found.add(fall_findings(together))
+    found.add(
+        finding for report in together[-1:] for finding in size_findings(report.get("sizes") or ())
+    )
     found.reports = [*(check.report for check in alone if check.report), *together]
+    missing = Counter(line for report in found.reports for line in report.get("not_judged") or ())
+    found.add(
+        Finding(counted(number, "check"), f"not judged: {line}")
+        for line, number in missing.items()
+        if "there is only one" not in line  # as in every check of a single node
+    )
     return found
 
 
@@ -345,6 +355,8 @@ def run_check(nodes: tuple[str, ...], stage: Stage, args: argparse.Namespace) ->
     if (
         report is None
         or {*report["hosts"]} != {*nodes}  # of nodes that are healthy no longer
+        or (report["device"] == "cpu") != bool(args.cpu_devices)  # a rehearsal
+        or report.get("devices") != len(nodes) * (args.cpu_devices or args.gpus_per_node)
         or (report.get("minutes") or 0) < stage.minutes(args)
     ):
         folder.mkdir(parents=True, exist_ok=True)

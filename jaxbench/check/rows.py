@@ -58,6 +58,7 @@ def submit(
     command += ["--cpu"] if args.cpu_devices else []
     command += [f"--sbatch={option}" for option in (f"nodelist={','.join(first)}", *args.srun)]
     command += words  # last, since what follows -- is for train
+    own["DRY_RUN"] = "false"  # the shell's own may say otherwise
     done = subprocess.run(command, capture_output=True, text=True, env=environment() | own)
     if done.returncode:
         raise RecipeError(f"--row {row!r}: {done.stderr.strip().removeprefix('error: ')}")

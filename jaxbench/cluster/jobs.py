@@ -125,8 +125,10 @@ def record_of(folder: Path) -> dict[str, Any]:
     that cannot be read, or that is malformed, is a failed job's."""
     try:
         record = files.recorded(folder)
-        for name, kind in (("status", str), ("recipe", dict), ("slurm", dict)):
-            if not isinstance(record.get(name) or kind(), kind):
+        if not isinstance(record.get("status"), str):
+            raise ValueError(f"status is {record.get('status')!r}")
+        for name in ("recipe", "slurm"):
+            if not isinstance(record.get(name) or {}, dict):
                 raise ValueError(f"{name} is {record[name]!r}")
     except FileNotFoundError:
         return {"status": "pending"}
@@ -171,7 +173,7 @@ def folders(stage: Path | None) -> dict[str, Path]:
 def began(folder: Path) -> datetime:
     """When a job began; before that, when its folder was made."""
     try:
-        return datetime.fromisoformat(record_of(folder)["started"])
+        return datetime.fromisoformat(record_of(folder)["started"]).astimezone()
     except (KeyError, TypeError, ValueError):
         return datetime.fromtimestamp(folder.stat().st_mtime, UTC)
 
@@ -188,7 +190,7 @@ def described(folder: Path, queued: Queue) -> dict[str, str]:
     the reason why it ended, and its folder."""
     record, number = record_of(folder), folder.name
     recipe, ended = record.get("recipe") or {}, record.get("slurm") or {}
-    kept = [str(ended.get(key, "")) for key in ("state", "elapsed", "nodes")]
+    kept = [str(ended.get(key) or "") for key in ("state", "elapsed", "nodes")]
     seconds = figure(record, "summary", "step_time_s", "mean")
     told, count = state(number, record, queued), count_lines(folder / "steps.jsonl")
     return {
@@ -196,7 +198,7 @@ def described(folder: Path, queued: Queue) -> dict[str, str]:
         "run": f"{recipe.get('recipe', '')} {recipe.get('gpus', folder.parent.name)} GPUs",
         "state": told,
         **dict(zip(("Slurm", "elapsed", "nodes"), queued.get(number) or kept, strict=False)),
-        "steps": f"{count} of {recipe.get('steps')}" if recipe else "",
+        "steps": f"{count} of {recipe['steps']}" if recipe.get("steps") else "",
         "step s": f"{seconds:.4g}" if seconds else "",
         "why": str(record.get("reason") or (LOST if told == "lost" else "")),
         "folder": printable(str(folder)),

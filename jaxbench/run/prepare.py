@@ -101,9 +101,12 @@ def _is_completed(path: Path, run: Run) -> bool:
 
     record = records.read(path)
     requested = work(json.loads(json.dumps(recipes.describe(run))))
+    try:
+        recorded = work(record["recipe"])
+    except (LookupError, TypeError) as error:
+        raise RecipeError(f"--resume: {path} is no record of this version: no {error}") from error
     texts = [
-        f"{name} is {there}, not {here}"
-        for name, here, there in differing(requested, work(record["recipe"]))
+        f"{name} is {there}, not {here}" for name, here, there in differing(requested, recorded)
     ]
     if texts:
         raise RecipeError(f"--resume: {path} is another run, whose {listed(texts, 3, '; ')}")

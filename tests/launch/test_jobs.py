@@ -77,6 +77,8 @@ def test_jobs_are_listed_by_state_and_time_as_json(stage, capsys):
         '{"status": "completed", "recipe": "x"}',
         '{"status": "completed", "recipe": {"gpus": 8}}',
         '{"status": 7}',
+        '{"status": null}',
+        '{"status": "failed", "started": "2026-11-28T10:00:00", "slurm": {"nodes": null}}',
         '{"status": "failed", "reason": {"a": 1}, "slurm": [1]}',
         '{"status": "completed", "summary": {"step_time_s": {"mean": "1"}}}',
         '{"status": "failed", "reason": "\\u001b[2J\\ud800"}',
@@ -94,6 +96,7 @@ def test_a_malformed_record_hides_no_other_job(text, stage, capsys):
         out = capsys.readouterr().out
         assert "102" in out
         assert "\x1b" not in out
+        assert "of None" not in out
         out.encode()
     assert "llama31_8b_bf16" in out
 
