@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +113,9 @@ class Experts(nnx.Module):
             inputs = dense.dot("BSD,DL->BSL", x, self.into_latent, "batch shard_seq latent")
         parts = split_batch((inputs, gates, experts), ctx.expert_parts)
         kernel = ctx.kernels.grouped_matmul
-        y, dropped = join_batch([self._routed(part, kernel) for part in parts])
+        y, dropped = join_batch(
+            [self._routed(part, kernel, number) for number, part in enumerate(parts)]
+        )
         balance_loss, load = routing.balance_loss(logits, experts, self.cfg)
         figures = routing.RoutingFigures(balance_loss, load, dropped)
         if self.cfg.latent:
@@ -121,15 +124,19 @@ class Experts(nnx.Module):
             y = mesh.pinned(y)
         return (y if self.shared is None else y + self.shared(x, ctx)[0]), (figures,)
 
-    def _routed(self, part: tuple[Array, Array, Array], implementation: str) -> tuple[Array, Array]:
+    def _routed(
+        self, part: tuple[Array, Array, Array], implementation: str, number: int
+    ) -> tuple[Array, Array]:
         """(sum over the chosen experts, number of dropped assignments of each sequence), from
-        (hidden state, gates, experts)."""
+        (hidden state, gates, experts) of the part of this number."""
         x, gates, experts = part
         tokens, slot_gates, routes = dispatch(x, gates, experts, self.cfg)
+        weights = quantized.seeded(self._into, number), quantized.seeded(self.down, number)
         if routes.groups is None:
-            outputs = self._batched_matmuls(tokens, slot_gates)
+            outputs = self._batched_matmuls(tokens, slot_gates, *weights)
         else:
-            outputs = self._grouped_matmuls(tokens, slot_gates, routes.groups, implementation)
+            groups = routes.groups
+            outputs = self._grouped_matmuls(tokens, slot_gates, groups, implementation, *weights)
         y, kept = combine(outputs, routes), routes.slot != grouped.NONE
         if self.biases is not None:
             y += self._output_biases(self.biases.down[...].astype(y.dtype), gates, experts, kept)
@@ -140,21 +147,22 @@ class Experts(nnx.Module):
         """The weight of the first matmul."""
         return self.gate_up if self.gated else self.up
 
-    def _batched_matmuls(self, tokens: Array, slot_gates: Array) -> Array:
+    def _batched_matmuls(self, tokens: Array, slot_gates: Array, into: Any, down: Any) -> Array:
         inner, dims = ("PF", "part expert_ffn") if self.gated else ("F", "expert_ffn")
         equation, dims = f"ERD,ED{inner}->ER{inner}", f"experts capacity {dims}"
-        up = dense.dot(equation, tokens, self._into, dims)
+        up = dense.dot(equation, tokens, into, dims)
         up = self._with_bias(up, partial(dense.biased, dims=(0, *range(2, up.ndim))))
         hidden, dims = self._hidden(up, slot_gates), "experts capacity embed"
-        return dense.dot("ERF,EDF->ERD", hidden, self.down, dims)
+        return dense.dot("ERF,EDF->ERD", hidden, down, dims)
 
     def _grouped_matmuls(
-        self, tokens: Array, slot_gates: Array, groups: grouped.Groups, implementation: str
-    ) -> Array:
-        up = grouped.to_permuted(implementation, tokens, self._into, groups)
+        self, tokens: Array, slot_gates: Array, groups: grouped.Groups, implementation: str,
+        into: Any, down: Any,
+    ) -> Array:  # fmt: skip
+        up = grouped.to_permuted(implementation, tokens, into, groups)
         up = self._with_bias(up, partial(grouped.biased, groups=groups))
         hidden = self._hidden(up, slot_gates)
-        return grouped.from_permuted(implementation, hidden, self.down, groups)
+        return grouped.from_permuted(implementation, hidden, down, groups)
 
     def _with_bias(self, up: Array, biased: Callable[[Array, Array], Array]) -> Array:
         """The first matmul's result with its bias."""

@@ -87,7 +87,14 @@ class LayerLoop:
 
         def block(x, weights, constants, common, on_host=frozenset()):
             # XLA unrolls a loop over one block, and could merge its forward pass and recomputation.
-            compute = checkpoint(apply, Policy(policy.saved, on_host), in_order=count == 1)
+            # Inputs of layers that are recomputed one by one are not named, so they cannot wait in
+            # host memory.
+            compute = checkpoint(
+                apply,
+                Policy(policy.saved, on_host),
+                in_order=count == 1,
+                by_layer="residual" not in policy.offloaded,
+            )
             x, aux = compute(x, weights, constants, common)
             return x, jax.tree.map(lambda a: a.astype(jnp.float32), aux)
 

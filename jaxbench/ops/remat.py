@@ -32,19 +32,21 @@ class Policy:
     offloaded: frozenset[str] = frozenset()
 
     def without_offload(self) -> "Policy":
-        """This policy where the host's memory cannot be used: what would wait there is
-        recomputed."""
+        """This policy where the host's memory cannot be used: what would wait there is recomputed,
+        except the input of a block, which then stays on the device."""
         return Policy(self.saved and self.saved - self.offloaded)
 
 
-def checkpoint(apply: Callable, policy: Policy, *, in_order: bool = False) -> Callable:
+def checkpoint(
+    apply: Callable, policy: Policy, *, in_order: bool = False, by_layer: bool = True
+) -> Callable:
     """`jax.checkpoint` of `apply(x, weights, constants, common)`, which applies a block of layers.
     The first of the `weights` is the block.
 
     With `in_order` the recomputation waits for the cotangent of the output, and the gradient of x
     for the gradients of the weights. Without it XLA merges the forward pass and the recomputation
     if both are in one loop body. A block of more than two layers whose inputs are saved
-    (`residual`) is recomputed layer by layer.
+    (`residual`) is recomputed layer by layer, unless `by_layer` is False.
     """
     if (saved := policy.saved) is None:
         return apply
@@ -56,7 +58,7 @@ def checkpoint(apply: Callable, policy: Policy, *, in_order: bool = False) -> Ca
         return apply(x, weights, constants, common)
 
     def checkpointed(x: Array, weights: tuple, *rest: Any) -> tuple[Array, tuple]:
-        if "residual" in saved and len(weights[0].layers) > 2:
+        if by_layer and "residual" in saved and len(weights[0].layers) > 2:
             return _by_layer(apply, policy, x, weights, *rest)
         return _checkpointed(whole, policy, in_order)(x, weights, *rest)
 

@@ -135,6 +135,11 @@ class AttentionConfig:
             f"model.attention.rope.fraction = {fraction} must be at most 1 and leave a pair of "
             f"the {self.head_dim} features of a head",
         )
+        require(
+            self.rotated % 2 == 0,
+            f"model.attention.rope.fraction = {fraction}: {self.rotated} of the {self.head_dim} "
+            "features of a head would be rotated; expected an even number",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,8 @@ class Precision:
     accumulate: Literal["fp32", "bf16"] = "fp32"
     """dtype in which gradients are summed over microbatches. In the same dtype, once per step,
     these sums are reduced over replicas, or in a pipeline over all ranks. With a single microbatch
-    gradients stay in bf16, except the embedding's, which is in fp32. Without a pipeline, a replica
+    gradients of matrices stay in bf16; those of the embedding, routers and vectors are in fp32.
+    Without a pipeline, a replica
     reduces the gradients of each microbatch in bf16"""
     scaling: Literal["delayed", "current"] = "delayed"
     """where the FP8 scale of a tensor comes from: the amax of the last `amax_history` steps
@@ -186,7 +187,8 @@ class Optimizer:
 
     def warmup_steps(self, steps: int) -> int:
         """The length of the warm-up, in steps, in a run of `steps`."""
-        return int(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
+        # 0.29 * 100 is a little less than 29 in floating point.
+        return int(self.warmup * steps + 1e-6) if self.warmup < 1 else int(self.warmup)
 
 
 @dataclass(frozen=True, kw_only=True)

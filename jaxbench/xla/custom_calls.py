@@ -1,8 +1,8 @@
 """What the custom calls of a compiled program compute: a rule for each target, in one table.
 
 An operator does not know these rules. It says only which calls a compiled step must contain
-(`calls` in the registries of `ops` and `ssd`), and `tests/xla/test_custom_calls.py` checks that
-each of these calls has a rule.
+(`calls` in the registries of `ops.attention`, `ops.grouped` and `ops.ssd`), and
+`tests/xla/test_custom_calls.py` checks that each of these calls has a rule.
 """
 
 import json
@@ -172,8 +172,8 @@ def scaling_modes(program: Program) -> set[str | None]:
 
 
 def quantized_matmuls(program: Program, dtype: str) -> Counter[tuple[str, bool]]:
-    """Runs per step of quantized matmuls, by the name in their scope (`Product.scope` in
-    `ops.quantized`) and whether their operands are in the format `dtype`."""
+    """Runs per step of quantized matmuls, by the name in their scope (`Matmul.scope` in
+    `ops.quantized.operand`) and whether their operands are in the format `dtype`."""
     runs_of: Counter[tuple[str, bool]] = Counter()
     for work, runs, source in program.works():
         named = re.search(rf"{re.escape(QUANTIZED)}([\w.]+)", source)

@@ -330,3 +330,13 @@ def test_a_gpu_without_the_format_is_refused_before_anything_is_compiled():
     check_run(run, "gpu", PLANNED["b200"])
     with pytest.raises(RecipeError, match="mxfp8: H100 does not support it; b200"):
         check_run(run, "gpu", PLANNED["h100"])
+
+
+def test_parts_of_a_microbatch_round_by_numbers_of_their_own():
+    operand = quantized.Operand(
+        weight=jnp.zeros(1), stored=None, scale_inv=None, observed=None, seed=jnp.uint32(3),
+        name="down", precision=Precision(dtype="nvfp4"),
+    )  # fmt: skip
+    assert len({int(quantized.seeded(operand, part).seed) for part in range(4)}) == 4
+    assert quantized.seeded(operand, 0) is operand
+    assert quantized.seeded(None, 1) is None

@@ -151,3 +151,12 @@ def test_the_hadamard_transform_cancels_exactly():
     a, b = (RNG.integers(-8, 9, size=(48, n)).astype(np.float32) for n in (3, 5))
     left, right = (np.asarray(hadamard.transformed(jnp.asarray(m), 0)) for m in (a, b))
     np.testing.assert_array_equal(left.T @ right, a.T @ b)
+
+
+@pytest.mark.parametrize("largest", [1e-34, 1e-36, 1e-38])
+def test_tiny_numbers_in_nvfp4_are_finite(largest):
+    """A factor of 1e39 would be infinite, and zeros times infinity NaN."""
+    x = jnp.asarray([[largest] * 8 + [0] * 8 + [1e-38 * largest] * 16], jnp.float32)
+    found = np.asarray(dequantized(nvfp4(x, (1,), jnp.max(x))))
+    assert np.isfinite(found).all()
+    assert not found[0, 8:].any()

@@ -1,5 +1,6 @@
 """Recipes: what they resolve to, and how mistakes are answered."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,11 @@ EXPERTS = "model.pattern='*E'", "model.mlp=null", "model.experts={count: 8, top_
         (["model.layers=1001"], "model.layers = 1001 must be at most 1000"),
         (["model.pattern=" + "M" * 2000], "expected 1 to 1000 letters"),
         (
+            ["model.attention.rope.fraction=0.1"],
+            "model.attention.rope.fraction = 0.1: 3 of the 32 features of a head would be "
+            "rotated; expected an even number",
+        ),
+        (
             ["model.attention.rope.fraction=1.5"],
             "model.attention.rope.fraction = 1.5 must be at most 1",
         ),
@@ -382,3 +388,12 @@ def test_no_row_for_a_machine(platform, devices, gpus, message):
 def test_microbatch_defaults_to_one_pass():
     run = tiny_run("parallelism.fsdp=2", devices=4)
     assert (run.batch_ranks, run.microbatch, run.accumulation) == (4, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "steps", "length"), [(0.29, 100, 29), (0.1, 50, 5), (20, 50, 20)]
+)
+def test_a_share_of_a_run_is_whole_steps(warmup, steps, length):
+    """0.29 x 100 is a little less than 29 in floating point."""
+    optimizer = recipes.resolve(recipes.load("llama2_70b_bf16"), 64).optimizer
+    assert replace(optimizer, warmup=warmup).warmup_steps(steps) == length

@@ -30,6 +30,12 @@ CASES = {
     "experts": ("grok1_314b_bf16", "attention", "dispatched,gate,up", (EXPERTS,)),
     "all experts": ("qwen3_30b_a3b_bf16", "key", "residual", FSDP),
     "mamba": ("nemotronh_56b_bf16", "attention,residual", "up,mamba", FSDP),
+    "inputs of a hybrid": (
+        "nemotronh_56b_bf16",
+        "attention",
+        "residual,up",
+        (*FSDP, "model.pattern=M-M*-M-M*-", "model.layers=10"),
+    ),
     "prediction": ("deepseek_v3_bf16", "attention", "gate,up", (EXPERTS,)),
     "input": (LLAMA, ATTENTION, "input", ("model.layers=3",)),
     "inputs": ("deepseek_v3_bf16", "attention", "residual,input", (*FSDP, "model.layers=4")),

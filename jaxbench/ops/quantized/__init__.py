@@ -16,7 +16,7 @@ from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
 from jaxbench.ops.implementations import lazy
 from jaxbench.ops.quantized import xla
-from jaxbench.ops.quantized.operand import Matmul, Operand
+from jaxbench.ops.quantized.operand import Matmul, Operand, seeded
 from jaxbench.ops.quantized.scaling import (
     Histories,
     Quantization,
@@ -32,7 +32,7 @@ from jaxbench.recipe.settings import BLOCKS, Precision
 __all__ = [
     "IMPLEMENTATIONS", "Histories", "Matmul", "Operand", "Quantization", "Scaled", "attach",
     "choose", "dot", "dot_blocks", "in_bf16", "init_histories", "is_block_scaled", "name_in_model",
-    "quantized_weights", "xla",
+    "quantized_weights", "seeded", "xla",
 ]  # fmt: skip
 
 

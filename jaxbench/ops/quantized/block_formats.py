@@ -73,6 +73,8 @@ FORMATS = {"mxfp8": MXFP8, "nvfp4": NVFP4}
 """The formats, by their names in `settings.Precision.dtype`."""
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
+LARGEST = float(jnp.finfo(jnp.float32).max)
+"""The largest factor of a tensor. That of tiny numbers would be infinite, and of zeros NaN."""
 
 
 def mxfp8(x: Array, axis: int) -> Blocks:
@@ -120,7 +122,7 @@ def nvfp4(
 
 def encode_of(amax: Array) -> Array:
     """The factor that a tensor in NVFP4 is multiplied by, given its amax."""
-    encode = jnp.where(amax == 0, 1.0, E4M3_MAX * E2M1_MAX / amax)
+    encode = jnp.minimum(jnp.where(amax == 0, 1.0, E4M3_MAX * E2M1_MAX / amax), LARGEST)
     # Without the barrier XLA would divide once by a product instead of twice, which rounds
     # differently.
     return jax.lax.optimization_barrier(encode)
@@ -142,7 +144,7 @@ def nvfp4_parts(
     divisor = scales.astype(F32)
     for axis in in_block:
         divisor = jnp.expand_dims(divisor, axis)
-    values = jnp.where(divisor == 0, 0.0, wide * (encode / divisor))
+    values = jnp.where(divisor == 0, 0.0, wide * jnp.minimum(encode / divisor, LARGEST))
     return rounded_e2m1(values.reshape(x.shape), uniform), scales
 
 

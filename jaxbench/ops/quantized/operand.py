@@ -1,6 +1,6 @@
 """Operands of quantized matmuls, and the description and names of these matmuls."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
+from jaxbench.ops import draws
 from jaxbench.ops.dense import contract, einsum_dims, experts_dim
 from jaxbench.ops.quantized.per_tensor import VALUES, quantize
 from jaxbench.recipe.settings import Precision
@@ -40,6 +41,14 @@ class Operand:
     seed: jax.Array | None
     name: str = field(metadata={"static": True})
     precision: Precision = field(metadata={"static": True})
+
+
+def seeded(w: Any, part: int) -> Any:
+    """The weight for a part of a microbatch. Each part draws numbers of its own for stochastic
+    rounding."""
+    if part == 0 or not isinstance(w, Operand) or w.seed is None:
+        return w
+    return replace(w, seed=draws.fold(w.seed, part))
 
 
 @jax.tree_util.register_dataclass
