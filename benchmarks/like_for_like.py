@@ -40,7 +40,8 @@ from tables import line, replace_table, table
 
 from jaxbench.base.files import write_whole
 from jaxbench.base.hardware import Gpu, placed
-from jaxbench.forecast.forecast import Forecast, expected_costs
+from jaxbench.forecast.costs import Measured
+from jaxbench.forecast.forecast import Forecast
 from jaxbench.forecast.interval import (
     ERRORS,
     Interval,
@@ -325,7 +326,7 @@ KERNELS = ("matmul", "matmul ms", "attention", "attention ms")
 
 def kernels(found: Result) -> Iterator[str]:
     """The columns `KERNELS` of a program."""
-    costs = expected_costs(found.walk, found.row.gpu, load(found.row.of["gpu"]))
+    costs = Measured(found.row.gpu, load(found.row.of["gpu"]))
     seconds: defaultdict[Work, float] = defaultdict(float)
     for _, kernel, runs in found.walk.kernels():
         for work in kernel.works:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from jaxbench.base.hardware import Gpu
 from jaxbench.base.outliers import GPU_SPREAD
 from jaxbench.forecast.costs import MICRO, Measured
-from jaxbench.forecast.forecast import expected_costs
 from jaxbench.forecast.sensitivity import Changed, waiting_for_slowest
 from jaxbench.forecast.tables import load
 from jaxbench.xla.hlo import Work
@@ -77,7 +76,7 @@ SLOWEST = f"the slowest of all GPUs ({100 * GPU_SPREAD:g} %)"
 
 def seconds(walk: Walk, gpu: Gpu) -> list[float]:
     """The seconds of a step with each change."""
-    costs = expected_costs(walk, gpu, load(gpu.name.lower()))
+    costs = Measured(gpu, load(gpu.name.lower()))
     changes = [*CHANGES.values(), waiting_for_slowest(walk.program.devices)]
     return [walk.under(changed(costs)).step_s for changed in changes]
 

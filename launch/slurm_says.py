@@ -78,21 +78,20 @@ def srun_error(messages):
                     task = next(filter(None, tasks), None)
                     found = dict(task.groupdict() if task else {}, **found)
                 node = found.get("node") or node_of(found.get("rank"))
-                where = f"rank {found['rank']} on {node}" if found.get("rank") else node
+                where = node or "a node"
+                where = f"rank {found['rank']} on {where}" if found.get("rank") else where
                 return cause, f"{where}: {reason.format(**found)}", node
     return None
 
 
-UNKNOWN_NODE = "a node"
-
-
 def node_of(rank):
-    """The node of a rank, as `srun --distribution=block` places the ranks."""
+    """The node of a rank, as `srun --distribution=block` places the ranks; empty if we do not
+    know it."""
     names = answer("hostnames", os.environ.get("SLURM_JOB_NODELIST", "")).split()
     try:
         return names[int(rank) // int(os.environ["SLURM_NTASKS_PER_NODE"])]
     except (LookupError, TypeError, ValueError):
-        return UNKNOWN_NODE
+        return ""
 
 
 def slurms(state, verdict):

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from slurm_says import TASK, UNKNOWN_NODE, ended_by_slurm, job_state, slurms, srun_error
+from slurm_says import TASK, ended_by_slurm, job_state, slurms, srun_error
 
 from jaxbench.base.errors import STATUS
 
@@ -185,7 +185,6 @@ def by_processes(step, folder, start, code, first, messages):
     error = srun_error(messages)
     if error and (not first or code in CONSEQUENCES):
         cause, reason, node = error
-        node = "" if node == UNKNOWN_NODE else node
         status = STATUS.get(cause, STATUS["failed"])
         return Verdict("failed", cause, reason, status, NO if cause == "memory" else began, node)
     if not first:  # no rank could say how it ended

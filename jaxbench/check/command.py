@@ -191,6 +191,7 @@ def make_report(
     faults = [finding for finding in found if finding.cause]
     causes = {finding.cause for finding in faults}
     kinds = by_kind(rates)
+    unknown = [*why_unknown(kinds, hosts, missing)]
     excluded = dict.fromkeys(node for finding in faults for node in finding.nodes)
     return {
         "status": next((STATUS[c] for c in ("gpu", "network", "storage") if c in causes), 0),
@@ -201,7 +202,8 @@ def make_report(
         "devices": int(cluster.devices.size),
         "faults": [str(finding) for finding in faults],
         "remarks": [str(finding) for finding in found if not finding.cause],
-        "not_judged": [*why_not_judged(kinds, hosts, missing, args.sizes)],
+        "not_judged": [*unknown, *too_few(kinds, hosts, args.sizes)],
+        "unknown": unknown,
         "exclude": ",".join(excluded),
         "rates": {
             kind: {
@@ -240,10 +242,10 @@ def lines_by_size(
     return lines
 
 
-def why_not_judged(
-    kinds: Mapping[str, list[Rate]], hosts: Mapping[str, Any], missing: str | None, sizes: bool
+def why_unknown(
+    kinds: Mapping[str, list[Rate]], hosts: Mapping[str, Any], missing: str | None
 ) -> Iterator[str]:
-    """The reasons why this check could not judge some things."""
+    """What this check could not judge because something here does not tell."""
     device = jax.local_devices()[0]
     if device.platform != "gpu":
         yield "rates, since CPU devices share the host's cores; NVML, since there is no GPU"
@@ -253,12 +255,18 @@ def why_not_judged(
         yield f"rates against the tables, since these are {NULL}"
     elif device.platform == "gpu" and not any(rates[0].expected for rates in kinds.values()):
         yield f"rates against tables, since there are none for {device.device_kind}"
+    if any(gpu["xids"] is None for host in hosts.values() for gpu in host["gpus"].values()):
+        yield "XIDs, since the kernel's log cannot be read here"
+
+
+def too_few(
+    kinds: Mapping[str, list[Rate]], hosts: Mapping[str, Any], sizes: bool
+) -> Iterator[str]:
+    """What this check could not judge because there are too few devices or nodes."""
     if alone := [kind for kind, rates in kinds.items() if len(rates) == 1]:
         yield f"{', '.join(alone)}, since there is only one of each"
     if len(hosts) == 1:
         yield "the network, since there is only one node"
-    if any(gpu["xids"] is None for host in hosts.values() for gpu in host["gpus"].values()):
-        yield "XIDs, since the kernel's log cannot be read here"
     if sizes and jax.device_count() == 1:
         nothing = "there is only one GPU, and nothing to measure between GPUs"
         yield f"collectives by size, since {nothing}"

@@ -195,6 +195,15 @@ def xids() -> dict[str, list[int]] | None:
     return found
 
 
+def _has_locks(descriptor: int) -> bool:
+    """True if the file system of an open file has locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
 def files(folder: Path) -> dict[str, Any]:
     """Seconds until a small file is on disk, GB/s of a large file, and whether the file system has
     locks. If the folder cannot be written, the only entry is `problem`."""
@@ -210,14 +219,10 @@ def files(folder: Path) -> dict[str, Any]:
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                     os.fsync(file.fileno())
                     found[name] = time.perf_counter() - began
+                found["write_gb_s"] = FILE_BYTES / 1e9 / found.pop("seconds")
+                found["lock"] = _has_locks(file.fileno())
             finally:
                 path.unlink(missing_ok=True)
-            found["write_gb_s"] = FILE_BYTES / 1e9 / found.pop("seconds")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                found["lock"] = True
-            except OSError:
-                found["lock"] = False
     except OSError as error:
         return {"problem": f"{folder} cannot be written: {error.strerror}"}
     return found

@@ -8,6 +8,7 @@ the tables.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -36,10 +37,10 @@ EITHER = "either end may be bad, so leave one of the two out and check again"
 """What we say of a slow link: `PATH` if both of its ends have fast links, else `EITHER`."""
 
 IN_NODE, BETWEEN_NODES = "exchange in a node", "exchange between nodes"
-
-IN_A_NODE = "all-gather in a node", "reduce-scatter in a node", "all-to-all in a node"
-"""Kinds of rates of all GPUs of a node together."""
 """Kinds of the rates of links. The second kind is the network."""
+
+COLLECTIVES = "all-gather in a node", "reduce-scatter in a node", "all-to-all in a node"
+"""Kinds of the rates of all GPUs of a node together."""
 
 
 @dataclass(frozen=True)
@@ -142,24 +143,23 @@ def slow_links(rates: Sequence[Rate]) -> dict[tuple[str, ...], tuple[float, str]
     return found
 
 
-def rate_findings(kinds: Mapping[str, list[Rate]]) -> Iterator[Finding]:
-    """Slow GPUs, links and nodes. If all GPUs of a node are slow, or all links between two nodes,
-    the nodes are named instead."""
-    for kind, rates in kinds.items():
-        found = slow(rates)
-        gpus = Counter(map(node, {end for rate in rates for end in rate.ends}))
-        of_nodes: dict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
-        for ends in found:
-            of_nodes[tuple(map(node, ends))].append(ends)
-        for nodes, some in of_nodes.items():
-            inside = len({*nodes}) < len(nodes)  # links between GPUs of one node
-            if nodes not in some and not inside and 1 < gpus[nodes[0]] == len(some):
-                found[nodes] = max(found.pop(ends) for ends in some)
-        for ends, (share, how) in found.items():
-            what = f"{kind} {100 * share:.0f} % below the median of {len(rates)}{how}"
-            nodes = tuple(dict.fromkeys(map(node, ends)))
-            cause = "network" if kind == BETWEEN_NODES else "gpu"
-            yield Finding(" - ".join(ends), what, cause, nodes if len(nodes) == 1 else ())
+def rate_findings(kind: str, rates: Sequence[Rate]) -> Iterator[Finding]:
+    """Slow GPUs, links and nodes by the rates of a kind. If all GPUs of a node are slow, or all
+    links between two nodes, the nodes are named instead."""
+    found = slow(rates)
+    gpus = Counter(map(node, {end for rate in rates for end in rate.ends}))
+    of_nodes: dict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
+    for ends in found:
+        of_nodes[tuple(map(node, ends))].append(ends)
+    for nodes, some in of_nodes.items():
+        inside = len({*nodes}) < len(nodes)  # links between GPUs of one node
+        if nodes not in some and not inside and 1 < gpus[nodes[0]] == len(some):
+            found[nodes] = max(found.pop(ends) for ends in some)
+    for ends, (share, how) in found.items():
+        what = f"{kind} {100 * share:.0f} % below the median of {len(rates)}{how}"
+        nodes = tuple(dict.fromkeys(map(node, ends)))
+        cause = "network" if kind == BETWEEN_NODES else "gpu"
+        yield Finding(" - ".join(ends), what, cause, nodes if len(nodes) == 1 else ())
 
 
 def table_findings(kinds: Mapping[str, list[Rate]]) -> Iterator[Finding]:
@@ -352,9 +352,12 @@ def judge(
     """
     kinds = by_kind(rates) if comparable else {}
     gpus = {where: gpu for host in hosts.values() for where, gpu in host.get("gpus", {}).items()}
-    found = [*rate_findings(kinds), *gpu_findings(gpus)]
+    slow_by_kind = {kind: [*rate_findings(kind, some)] for kind, some in kinds.items()}
+    found = [*chain(*slow_by_kind.values()), *gpu_findings(gpus)]
     with_bad_gpu = {node(f.where) for f in found if f.cause == "gpu" and f.where not in hosts}
-    found = [f for f in found if f.where not in with_bad_gpu or not f.what.startswith(IN_A_NODE)]
+    collectives = chain(*(slow_by_kind.get(kind, ()) for kind in COLLECTIVES))
+    explained = {f for f in collectives if f.where in with_bad_gpu}
+    found = [f for f in found if f not in explained]
     found += [*load_findings(hosts), *table_findings(kinds), *host_findings(hosts)]
     faults: dict[str, Finding] = {}
     remarks: dict[str, list[str]] = defaultdict(list)

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxbench.base.hardware import Gpu
 from jaxbench.base.outliers import robust_deviation
-from jaxbench.check.judge import BETWEEN_NODES, IN_A_NODE, IN_NODE, SUSTAINED, Rate, node
+from jaxbench.check.judge import BETWEEN_NODES, COLLECTIVES, IN_NODE, SUSTAINED, Rate, node
 from jaxbench.cluster import job
 from jaxbench.cluster.timing import collective_kinds, device_seconds, repeated
 from jaxbench.forecast.costs import Measured
@@ -321,7 +321,7 @@ KINDS: dict[str, Callable[[Cluster, str], list[Rate]]] = {
     **dict.fromkeys(MATMULS, matmuls),
     "memory": copies,
     "host to GPU": from_host,
-    **dict.fromkeys(IN_A_NODE, collectives),
+    **dict.fromkeys(COLLECTIVES, collectives),
     IN_NODE: exchanges,
     BETWEEN_NODES: exchanges,
 }

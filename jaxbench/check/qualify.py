@@ -271,15 +271,12 @@ def qualify(nodes: Sequence[str], args: argparse.Namespace) -> Verdicts:
     found.add(findings_of(every))
     together = [check.report for check in (*some, *every) if check.report]
     found.add(fall_findings(together))
-    found.add(
-        finding for report in together[-1:] for finding in size_findings(report.get("sizes") or ())
-    )
+    if together:
+        found.add(size_findings(together[-1].get("sizes") or ()))
     found.reports = [*(check.report for check in alone if check.report), *together]
-    missing = Counter(line for report in found.reports for line in report.get("not_judged") or ())
+    unknown = Counter(line for report in found.reports for line in report.get("unknown") or ())
     found.add(
-        Finding(counted(number, "check"), f"not judged: {line}")
-        for line, number in missing.items()
-        if "there is only one" not in line  # as in every check of a single node
+        Finding(counted(number, "check"), f"not judged: {line}") for line, number in unknown.items()
     )
     return found
 

@@ -88,7 +88,8 @@ class Measured(Roofline):
         start, moving = self._memory(kernel.bytes, kernel.makes_fp8)
         computing = sum(self.work(work) for work in kernel.works)
         seconds = {kernel.part: max(computing, start + moving)}
-        return seconds | {"launches": kernel.further * start} if kernel.further else seconds
+        further = kernel.launches - 1
+        return seconds | {"launches": further * start} if further else seconds
 
     def work(self, work: Work) -> float:
         """Seconds of a matmul, attention or Mamba-2's scan. Other work has no table: it takes the

@@ -55,7 +55,7 @@ class Forecast:
 
 def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], str]) -> Forecast:
     """The forecast of a program's walk on a GPU. `axes` names the mesh axes of a collective."""
-    costs = expected_costs(walk, gpu, tables)
+    costs = Measured(gpu, tables)
     expected = walk.under(costs)
     parts: defaultdict[str, float] = defaultdict(float, expected.parts)
     parts["slowed"] = expected.slowed_s
@@ -95,12 +95,7 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
 
 def expected_schedule(walk: Walk, gpu: Gpu, tables: Tables) -> Schedule:
     """The schedule with the seconds that a forecast expects."""
-    return walk.under(expected_costs(walk, gpu, tables))
-
-
-def expected_costs(walk: Walk, gpu: Gpu, tables: Tables) -> Measured:
-    """The cost model of a forecast."""
-    return Measured(gpu, tables)
+    return walk.under(Measured(gpu, tables))
 
 
 def _bases(

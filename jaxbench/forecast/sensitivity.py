@@ -42,7 +42,7 @@ class Changed(Measured):
 
     def kernel(self, kernel: Kernel) -> Mapping[str, float]:
         parts = super().kernel(kernel)
-        starts = (1 + kernel.further) * self.start_s if parts else 0.0
+        starts = kernel.launches * self.start_s if parts else 0.0
         return {**parts, "launches": parts.get("launches", 0.0) + starts} if starts else parts
 
     def work(self, work: Work) -> float:
@@ -62,15 +62,15 @@ def _of(kind: str, factor: float) -> Callable[[Work], float]:
     return lambda work: factor if work.kind.startswith(kind) else 1.0
 
 
-def slowest(spread: float, gpus: int) -> float:
+def slowest(gpus: int) -> float:
     """The speed of the slowest of `gpus` GPUs relative to the median GPU. It is the median of the
     minimum of as many draws from a normal distribution."""
-    return 1 - spread * NormalDist().inv_cdf(0.5 ** (1 / gpus))
+    return 1 - GPU_SPREAD * NormalDist().inv_cdf(0.5 ** (1 / gpus))
 
 
 def waiting_for_slowest(gpus: int) -> Callable[[Measured], Measured]:
     """The cost model of a job of so many GPUs that waits for the slowest of them."""
-    factor = 1 / slowest(GPU_SPREAD, gpus)
+    factor = 1 / slowest(gpus)
     return lambda costs: Changed(costs, lambda work: factor)
 
 

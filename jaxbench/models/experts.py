@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +37,9 @@ class Biases(nnx.Module):
         parts, sizes = ("part ", (2,)) if mixer.gated else ("", ())
         self.up = zero_bias(f"experts {parts}expert_ffn", (mixer.count, *sizes, mixer.ffn))
         self.down = zero_bias("router embed", (mixer.count, mixer.latent or cfg.embed))
+
+
+ExpertWeight = Weight | quantized.Operand
 
 
 class Experts(nnx.Module):
@@ -132,10 +134,9 @@ class Experts(nnx.Module):
         x, gates, experts = part
         tokens, slot_gates, routes = dispatch(x, gates, experts, self.cfg)
         weights = quantized.seeded(self._into, number), quantized.seeded(self.down, number)
-        if routes.groups is None:
+        if (groups := routes.groups) is None:
             outputs = self._batched_matmuls(tokens, slot_gates, *weights)
         else:
-            groups = routes.groups
             outputs = self._grouped_matmuls(tokens, slot_gates, groups, implementation, *weights)
         y, kept = combine(outputs, routes), routes.slot != grouped.NONE
         if self.biases is not None:
@@ -143,11 +144,13 @@ class Experts(nnx.Module):
         return y, mesh.sum_seq(~kept, axis=(1, 2))
 
     @property
-    def _into(self) -> Weight | quantized.Operand:
+    def _into(self) -> ExpertWeight:
         """The weight of the first matmul."""
         return self.gate_up if self.gated else self.up
 
-    def _batched_matmuls(self, tokens: Array, slot_gates: Array, into: Any, down: Any) -> Array:
+    def _batched_matmuls(
+        self, tokens: Array, slot_gates: Array, into: ExpertWeight, down: ExpertWeight
+    ) -> Array:
         inner, dims = ("PF", "part expert_ffn") if self.gated else ("F", "expert_ffn")
         equation, dims = f"ERD,ED{inner}->ER{inner}", f"experts capacity {dims}"
         up = dense.dot(equation, tokens, into, dims)
@@ -157,7 +160,7 @@ class Experts(nnx.Module):
 
     def _grouped_matmuls(
         self, tokens: Array, slot_gates: Array, groups: grouped.Groups, implementation: str,
-        into: Any, down: Any,
+        into: ExpertWeight, down: ExpertWeight,
     ) -> Array:  # fmt: skip
         up = grouped.to_permuted(implementation, tokens, into, groups)
         up = self._with_bias(up, partial(grouped.biased, groups=groups))

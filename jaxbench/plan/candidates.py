@@ -118,16 +118,16 @@ def merged(a: Run, b: Run, base: Run) -> Run | None:
 
     def values(run: Run) -> list[Any]:
         execution, precision = run.execution, run.precision
-        options, sums = execution.xla_flags, execution.replica_sums
-        return [run.parallelism, run.microbatch, execution.expert_parts, options, sums, precision]
+        xla_flags, sums = execution.xla_flags, execution.replica_sums
+        return [run.parallelism, run.microbatch, execution.expert_parts, xla_flags, sums, precision]
 
     both = []
     for old, one, other in zip(values(base), values(a), values(b), strict=True):
         if old not in (one, other):
             return None
         both.append(other if one == old else one)
-    parallelism, microbatch, parts, options, sums, precision = both
-    execution = {"expert_parts": parts, "xla_flags": options, "replica_sums": sums}
+    parallelism, microbatch, parts, xla_flags, sums, precision = both
+    execution = {"expert_parts": parts, "xla_flags": xla_flags, "replica_sums": sums}
     try:
         return replace(
             base,

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxbench.base.hardware import Gpu
-from jaxbench.forecast.forecast import Forecast, expected_costs, forecast
+from jaxbench.forecast.costs import Measured
+from jaxbench.forecast.forecast import Forecast, forecast
 from jaxbench.forecast.sensitivity import Sensitivity, sensitivities
 from jaxbench.forecast.tables import FORMATS, Tables
 from jaxbench.recipe.settings import AXES
@@ -95,7 +96,7 @@ def step_of(program: Program, gpu: Gpu, tables: Tables, axes: Callable[[Collecti
         forecast=expected,
         sensitivities=[]
         if expected.unknown
-        else sensitivities(walk, expected_costs(walk, gpu, tables), expected.step_s),
+        else sensitivities(walk, Measured(gpu, tables), expected.step_s),
     )
 
 
@@ -155,5 +156,5 @@ def other_kernels(walk: Walk, gpu: Gpu) -> list[OtherKernels]:
             source = memory.readable(kernel.source, "without a name")
             line = sums.setdefault(source, OtherKernels(source=source))
             line.seconds += sum(roofline.kernel(kernel).values()) * runs
-            line.launches += runs * (1 + kernel.further)
+            line.launches += runs * kernel.launches
     return sorted(sums.values(), key=lambda line: -line.seconds)[:SHOWN_KERNELS]

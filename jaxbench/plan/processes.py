@@ -115,8 +115,8 @@ def folder(run: Run, target: Target) -> Path:
     row."""
     kernels = [target.kernels.read_text()] if target.kernels else []
     asked = flags.values_in(flags.variable()).items()
-    others = ("xla_cpu", "xla_dump", "xla_force_host")
-    variable = [f"{name}={value}" for name, value in asked if not name.startswith(others)]
+    without_effect = ("xla_cpu", "xla_dump", "xla_force_host")  # on a program for GPUs
+    variable = [f"{name}={value}" for name, value in asked if not name.startswith(without_effect)]
     changes = [*run.overrides, *target.system, *kernels, *variable]
     digest = hashlib.sha256(json.dumps(changes).encode()).hexdigest()[:12]
     name = f"{run.recipe}-{run.row}-{target.name}"

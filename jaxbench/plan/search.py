@@ -240,9 +240,9 @@ def search(
     tried = f"{counted(len(lines), 'candidate')} compiled, of {state.total} meshes and microbatches"
     if state.cannot_fit:
         tried += f"; in {state.cannot_fit} of these the train state alone does not fit"
-    left = len(state.to_compile()) if best else 0
-    more = f"another {counted(left, 'candidate')} may be faster (--limit)"
     if best:
+        left = len(state.to_compile())
+        more = f"another {counted(left, 'candidate')} may be faster (--limit)"
         tried += f"; {more}" if left else "; we expect no other to be as fast"
     changes = [*row.overrides, *best["set"]] if best else []
     setting = [word for text in changes for word in ("--set", text)]

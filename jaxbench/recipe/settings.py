@@ -94,8 +94,7 @@ class Precision:
     """dtype in which gradients are summed over microbatches. In the same dtype, once per step,
     these sums are reduced over replicas, or in a pipeline over all ranks. With a single microbatch
     gradients of matrices stay in bf16; those of the embedding, routers and vectors are in fp32.
-    Without a pipeline, a replica
-    reduces the gradients of each microbatch in bf16"""
+    Without a pipeline, a replica reduces the gradients of each microbatch in bf16"""
     scaling: Literal["delayed", "current"] = "delayed"
     """where the FP8 scale of a tensor comes from: the amax of the last `amax_history` steps
     (`delayed`, as published), or the tensor itself (`current`)"""

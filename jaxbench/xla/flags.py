@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 
 from jaxbench.base.errors import RecipeError, meant
 from jaxbench.recipe.settings import Run
+from jaxbench.xla.hlo import Concurrency
 
 Options = dict[str, bool | int | str]
 
@@ -231,7 +231,7 @@ def _user_values(ours: Options, overrides: Options) -> Options:
     return values
 
 
-def concurrent(run: Run) -> Literal["none", "synchronous", "all"]:
+def concurrent(run: Run) -> Concurrency:
     """Which collectives of a run do not wait for earlier ones on other links (`Concurrency`)."""
     given = values_in(variable())
     if given.get(SPLITTING, "true") not in ("false", "0"):

@@ -84,7 +84,7 @@ class Walk:
                 moved = moved_bytes(self.program, i, scope)
                 unknown = self.program.unknown(i, scope)
                 fp8 = written_fp8(self.program, i, scope)
-                count = launches(self.program, i, scope)
+                count = launches(self.program, i, scope) + sum(w.launches - 1 for w in works)
                 kernel = Kernel(works, moved, i.attribute(SOURCE) or "", unknown, fp8, count)
             self._kernels[key] = kernel
         return self._kernels[key]
@@ -92,7 +92,7 @@ class Walk:
     def _launched(self, computation: str, i: Instruction) -> int:
         """The number of kernels, copies and fills that an instruction launches."""
         kernel = self._kernel(computation, i)
-        return 1 + kernel.further if kernel else int(launches_kernel(i))
+        return kernel.launches if kernel else int(launches_kernel(i))
 
     def _simulate(self, name: str, costs: Roofline) -> Schedule:
         total, scope = Schedule(), self.program.computations[name]
@@ -152,9 +152,10 @@ class Walk:
 
     def _free_at(self, i: Instruction, links: bool, free_at: Mapping[bool, float]) -> float:
         """When a collective may begin: after all earlier ones, or only after those on its links."""
-        synchronous = not i.opcode.endswith("-start")
-        alone = {"none": False, "synchronous": synchronous, "all": True}[self.program.concurrent]
-        return free_at.get(links, 0.0) if alone else max(free_at.values(), default=0.0)
+        concurrent, synchronous = self.program.concurrent, not i.opcode.endswith("-start")
+        if concurrent == "all" or (concurrent == "synchronous" and synchronous):
+            return free_at.get(links, 0.0)
+        return max(free_at.values(), default=0.0)
 
 
 class _SideStream:

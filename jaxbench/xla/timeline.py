@@ -26,7 +26,7 @@ copies from and to the host are in `host`."""
 class Kernel:
     """One run of a kernel: its work (including fused work), the bytes that it reads and writes, its
     JAX operation, the target of a custom call whose work is unknown, the bytes of FP8 that it
-    writes, and its launches, of which a sort has several."""
+    writes, and its launches, of which a sort and some custom calls have several."""
 
     works: tuple[Work, ...]
     bytes: int
@@ -40,11 +40,6 @@ class Kernel:
         """True if the kernel casts to FP8 or transposes it, by the share of its bytes that are FP8
         which it writes."""
         return bool(self.fp8) and self.fp8 >= FP8_SHARE * self.bytes
-
-    @property
-    def further(self) -> int:
-        """The number of launches after the first."""
-        return self.launches - 1 + sum(work.launches - 1 for work in self.works)
 
     @property
     def part(self) -> str:

@@ -211,7 +211,7 @@ def test_sustained_rates_are_those_of_the_longest_products(gpu, dtype):
 
 @pytest.mark.parametrize("gpus", [1, 8, 2048])
 def test_half_of_all_jobs_have_a_gpu_as_slow_as_the_slowest(gpus):
-    speed = slowest(GPU_SPREAD, gpus)
+    speed = slowest(gpus)
     assert (1 - NormalDist(1, GPU_SPREAD).cdf(speed)) ** gpus == pytest.approx(0.5)
 
 

@@ -6,10 +6,9 @@ import pytest
 from compiled import Compiled, needs_compiler
 
 from jaxbench.base.hardware import PLANNED, Gpu, placed
-from jaxbench.base.outliers import GPU_SPREAD
 from jaxbench.forecast import tables
 from jaxbench.forecast.costs import Measured
-from jaxbench.forecast.forecast import expected_costs, forecast
+from jaxbench.forecast.forecast import forecast
 from jaxbench.forecast.sensitivity import CHANGES, SLOWEST, sensitivities, slowest
 from jaxbench.xla.custom_calls import RULES
 from jaxbench.xla.hlo import Program
@@ -146,7 +145,7 @@ def test_what_moves_a_forecast():
     gpu, loaded = placed(PLANNED["h100"], program.devices), tables.load("h100")
     walk = Walk(program)
     expected = forecast(walk, gpu, loaded, lambda c: str(c.group))
-    found = sensitivities(walk, expected_costs(walk, gpu, loaded), expected.step_s)
+    found = sensitivities(walk, Measured(gpu, loaded), expected.step_s)
     assert [s.percent for s in found] == sorted((s.percent for s in found), reverse=True)
     assert {(s.what, s.change) for s in found} == {*CHANGES, SLOWEST}
     percent = {s.what: s.percent for s in found}
@@ -154,7 +153,7 @@ def test_what_moves_a_forecast():
     of_step = 100 / expected.step_s
     products_s = expected.parts_s["products"]
     assert 0 < percent["matmuls"] <= 0.05 * products_s * of_step * (1 + 1e-9)
-    slow = 1 / slowest(GPU_SPREAD, program.devices) - 1
+    slow = 1 / slowest(program.devices) - 1
     assert 0 < percent["slowest GPU"] <= slow * expected.step_s * of_step * (1 + 1e-9)
     launches = walk.under(Roofline(gpu)).launches
     assert 0 < percent["launches"] <= launches * 2e-6 * of_step
