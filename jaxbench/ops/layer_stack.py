@@ -112,6 +112,14 @@ class LayerLoop:
         return y, aux
 
 
+def after_backward(stashes: list[Stash], gradients: Any) -> list[Stash]:
+    """The stashes of the microbatch before, which are ready once its backward pass has made
+    `gradients`. Host memory is allocated after the stashes, so two microbatches share it."""
+    smallest = min(jax.tree.leaves(gradients), key=lambda gradient: gradient.size)
+    ready, _ = jax.lax.optimization_barrier((stashes, smallest))
+    return ready
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _looped(block: LoopedBlock, x, weights, constants, common, stash):
     return _forward(block, x, weights, constants, common, stash)[0]
@@ -128,7 +136,8 @@ def _forward(block, x, weights, constants, common, stash):
 
     types = [like for like in block.host if like is not None]
     count = len(jax.tree.leaves(weights)[0])
-    start = x, stash, jax.device_put(allocate(types, count), HOST), allocate(types)
+    waiting = allocate(types, count, after=stash[0] if stash else None)
+    start = x, stash, jax.device_put(waiting, HOST), allocate(types)
     (y, stash, waiting, last), aux = scan_allocated(step, start, (weights, constants))
     return (y, aux, stash), (weights, constants, common, stash, waiting, last)
 

@@ -57,26 +57,45 @@ add = partial(merge, lambda total, value: total + value.astype(total.dtype))
 maximum = partial(merge, jnp.maximum)
 
 
-def allocate(types: Any, *slots: int) -> Any:
+def allocate(types: Any, *slots: int, after: jax.Array | None = None) -> Any:
     """Uninitialised arrays `[*slots, ..]` for a tree of `jax.ShapeDtypeStruct`.
 
     Each device allocates its own part, since XLA does not partition an allocation. Zeros would have
     to be written, and XLA would turn zeros of equal shape into one constant and copy it.
-    """
 
-    def allocated(like: jax.ShapeDtypeStruct) -> jax.Array:
+    XLA may allocate as early as it likes, since an allocation needs no input. On GPUs it waits for
+    `after`, if that is given.
+    """
+    awaited = [after] if after is not None and mesh.platform() == "gpu" else []
+
+    def allocated(like: jax.ShapeDtypeStruct, number: int) -> jax.Array:
         shape = *slots, *like.shape
         if mesh.manual():
-            return jax.lax.empty(shape, like.dtype)
+            return _empty(*awaited, shape=shape, dtype=like.dtype, number=number)
         if like.sharding is None:  # the type of a constant
             return jnp.zeros(shape, like.dtype)
         spec = like.sharding.spec
         spec = spec.update(partitions=(*(None for _ in slots), *spec.partitions))
         local_shape = jax.sharding.NamedSharding(like.sharding.mesh, spec).shard_shape(shape)
-        local = partial(jax.lax.empty, local_shape, like.dtype)
-        return mesh.on_each_device(local, spec, check_vma=False)()
+        local = partial(_empty, shape=local_shape, dtype=like.dtype, number=number)
+        return mesh.on_each_device(local, spec, check_vma=False)(*awaited)
 
-    return jax.tree.map(allocated, types)
+    leaves, structure = jax.tree.flatten(types)
+    return jax.tree.unflatten(structure, map(allocated, leaves, range(len(leaves))))
+
+
+def _empty(*awaited: jax.Array, shape: tuple[int, ...], dtype: Any, number: int) -> jax.Array:
+    """`jax.lax.empty`, or the same custom call with an operand. XLA would merge two calls with
+    equal operands, so each has a `number`."""
+    if not awaited:
+        return jax.lax.empty(shape, dtype)
+    call = jax.ffi.ffi_call(
+        "AllocateBuffer",
+        jax.ShapeDtypeStruct(shape, dtype),
+        custom_call_api_version=1,
+        legacy_backend_config=str(number),
+    )
+    return call(*awaited)
 
 
 def scan_allocated(

@@ -18,7 +18,7 @@ from jaxbench.models.decoder import Decoder
 from jaxbench.models.layers import DTYPES, Weight, sum_dtype
 from jaxbench.ops import quantized
 from jaxbench.ops.dense import is_variable
-from jaxbench.ops.layer_stack import LayerLoop
+from jaxbench.ops.layer_stack import LayerLoop, after_backward
 from jaxbench.ops.moe.routing import RoutingSummary
 from jaxbench.ops.stash import allocate, read
 from jaxbench.recipe.settings import Run
@@ -122,6 +122,9 @@ def gradients(state: State, tokens: jax.Array, targets: jax.Array, run: Run) -> 
 
     def add_microbatch(carry, batch):
         total, largest, stashes = carry
+        if run.execution.offload != "none":
+            _, sums = total
+            stashes = after_backward(stashes, sums.stacks[0])  # the first layers come last
         new, observed, stashes = one_microbatch(batch, stashes)
         total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, new)
         return (total, jax.tree.map(jnp.maximum, largest, observed), stashes), None

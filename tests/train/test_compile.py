@@ -119,6 +119,16 @@ def test_llama2_70b_on_64_gpus_fits_and_recomputes_nothing(llama2):
 
 
 @offloads
+def test_microbatches_share_host_memory():
+    """XLA unrolls the loop over microbatches, and would allocate for two of them at once."""
+    layers, tokens, ffn = 8, 8192, 28672
+    row = Compiled("llama31_70b_bf16", 64, f"model.layers={layers}", "execution.offload=gate,up",
+                   "execution.remat=query,key,value,attention,residual")  # fmt: skip
+    assert (row.run.accumulation, row.run.microbatch) == (2, 1)
+    assert offloaded_bytes(row.compiled) == layers * 2 * tokens * 2 * ffn
+
+
+@offloads
 def test_the_host_s_memory_is_read_where_it_was_written(llama2):
     """Offsets and strides of the copy engine, which a compiler before jaxlib 0.11.2 got wrong where
     a loop goes backwards (openxla/xla issue 46231)."""
