@@ -37,7 +37,7 @@ CHANGES = {
 
 def candidates(ctx: Context) -> dict[str, Callable]:
     """Mixers as functions of their inputs, by description."""
-    mixers = implementations_of_mixer(ctx)
+    mixers = implementations_of_mixer()
     if not ctx.rehearsal:
         for what, change in CHANGES.items():
             mixers[f"pallas, {what}"] = partial(mixer, tuning=Tuning(**change))

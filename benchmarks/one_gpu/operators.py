@@ -21,8 +21,6 @@ from jaxbench.models.layers import Weight, look_up
 from jaxbench.ops import attention, dense, grouped, loss, quantized, ssd
 from jaxbench.ops.grouped.groups import group
 from jaxbench.ops.pallas_call import ignoring_pallas_deprecation
-from jaxbench.ops.ssd import pallas as ssd_kernels
-from jaxbench.ops.ssd.pallas import Tuning
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory
 from jaxbench.recipe import recipes
@@ -181,7 +179,7 @@ def mixers(ctx: Context) -> Iterator[Case]:
     """A Nemotron-H mixer between its projections, by every implementation; Pallas's kernels are
     interpreted in a rehearsal."""
     name, arrays = mixer_inputs(ctx, groups=1)
-    for by, mix in implementations_of_mixer(ctx).items():
+    for by, mix in implementations_of_mixer().items():
         reference = partial(mixed, ssd.xla.mixer, ctx)
         function = partial(mixed, mix, ctx)
         yield Case(f"{name} by {by}", lambda _, function=function: function, arrays, (0,),
@@ -221,12 +219,9 @@ def mixer_dims(ctx: Context) -> ssd.Dims:
     return ssd.Dims(mamba.heads // mamba.groups, mamba.head_dim, mamba.state, model.norm_eps)
 
 
-def implementations_of_mixer(ctx: Context) -> dict[str, Callable]:
+def implementations_of_mixer() -> dict[str, Callable]:
     """Mixers that run here, by name."""
-    mixers = {name: entry.mixer for name, entry in ssd.IMPLEMENTATIONS.items()}
-    if ctx.rehearsal:
-        mixers["pallas"] = partial(ssd_kernels.mixer, tuning=Tuning(interpret=True))
-    return mixers
+    return {name: entry.mixer for name, entry in ssd.IMPLEMENTATIONS.items()}
 
 
 def mixed(mix: Callable, ctx: Context, projected: jax.Array, *parameters: jax.Array) -> jax.Array:

@@ -70,14 +70,14 @@ def sizes_for(kernel: Callable[..., Any], candidates: tuple[Any, ...], *argument
 
 def tunable(candidates: Callable[..., tuple[Any, ...]]) -> Callable[..., Callable[..., Any]]:
     """Decorates a kernel. A call without the keyword `sizes` takes those of `sizes_for`, among
-    `candidates(*arguments)`. Other keywords do not belong to the kernel's case."""
+    `candidates(*arguments)`."""
 
     def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(kernel)
-        def with_sizes(*arguments: Any, sizes: Any = None, **options: Any) -> Any:
+        def with_sizes(*arguments: Any, sizes: Any = None) -> Any:
             if sizes is None:
                 sizes = sizes_for(with_sizes, candidates(*arguments), *arguments)
-            return kernel(*arguments, sizes=sizes, **options)
+            return kernel(*arguments, sizes=sizes)
 
         return with_sizes
 

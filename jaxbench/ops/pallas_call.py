@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array
 
+from jaxbench import mesh
 from jaxbench.jax_internals import fp8_product
 
 HLO_DTYPES = {
@@ -70,10 +71,9 @@ def call(
     sizes: tuple[int, ...] = (),
     blocks: str | None = None,
     touched: Mapping[str, int] | None = None,
-    interpret: bool,
 ) -> dict[str, Array]:
     """Runs a kernel and returns its outputs by name. The kernel gets all blocks as attributes of
-    one object.
+    one object. Without a GPU, in tests and rehearsals, Pallas interprets it.
 
     `flops` are the FLOPs of the kernel's matmuls over all programs. Memory traffic counts each
     array once, since repeated reads hit the cache. `touched` gives the bytes of arrays that are
@@ -103,10 +103,16 @@ def call(
         },
         compiler_params=triton.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
         metadata=cost,
-        interpret=interpret,
+        interpret=_interpreted(),
         name=name,
     )(*arrays)
     return dict(zip(outputs, results, strict=True))
+
+
+def _interpreted() -> bool:
+    """True if the current mesh, or without one this process, has no GPUs."""
+    platform = mesh.platform()
+    return (jax.default_backend() if platform == "none" else platform) != "gpu"
 
 
 def _shape(output: Output, like: Array) -> jax.ShapeDtypeStruct:

@@ -41,13 +41,9 @@ RECEIVED = {
 """Rows of each of four groups from each rank."""
 
 
-def interpreted(name):
-    return partial(getattr(pallas, name), interpret=True)
-
-
 PRODUCTS = {
     "xla": (xla.to_permuted, xla.from_permuted, xla.weights),
-    "pallas": tuple(map(interpreted, ("to_permuted", "from_permuted", "weights"))),
+    "pallas": (pallas.to_permuted, pallas.from_permuted, pallas.weights),
     "batched": (batched.to_permuted, batched.from_permuted, batched.weights),
 }
 
@@ -190,7 +186,7 @@ def test_a_matmul_is_the_same_with_all_sizes_that_a_tuner_may_choose(case):
     values = {k: jnp.asarray(RNG.integers(-2, 3, shape), dtype) for k, shape in shapes.items()}
     operands = {"to_permuted": "xw", "from_permuted": "yw", "weights": "xy"}[name]
     scales = (jnp.ones(1), jnp.ones(1)) if values["x"].itemsize == 1 else None
-    multiply = partial(interpreted(name), *(values[k] for k in operands), groups, scales)
+    multiply = partial(getattr(pallas, name), *(values[k] for k in operands), groups, scales)
     with using(choices := Choices()):
         jax.eval_shape(multiply)
     (case,) = choices.asked.values()
@@ -357,15 +353,15 @@ def test_kernels_of_block_scaled_products(dtype):
         for a, side in ((x, "first"), (y, "last")):
             rows = scaled.rows(side, groups)
             both.append(
-                kernels.mxfp8_both(a[None], rows, interpret=True)
+                kernels.mxfp8_both(a[None], rows)
                 if dtype == "mxfp8"
-                else kernels.nvfp4_both(a[None], None, False, rows, interpret=True)
+                else kernels.nvfp4_both(a[None], None, False, rows)
             )
             values, of_rows = (blocks.unpacked(of) for blocks in both[-1])
             operands = values, weights[side].unpacked(of), side, groups
-            results.append(scaled.by_weight(*operands, interpret=True))
+            results.append(scaled.by_weight(*operands))
             transposed.append(of_rows)
-        return both, results, scaled.of_weight(*transposed, groups, interpret=True)
+        return both, results, scaled.of_weight(*transposed, groups)
 
     arrays = rows_of(groups)
     weights, both, results, gradient = reference(*arrays, w)
@@ -396,9 +392,9 @@ def test_a_kernel_quantizes_rows_into_equal_groups(dtype):
     rows = kernels.Rows(groups.row, jnp.ones(groups.row.size // kernels.SPAN, jnp.int32), 1, 4)
     want = block_scaled.quantize_activation(x, precision, rows)
     if dtype == "mxfp8":
-        got = kernels.mxfp8_both(x, rows, interpret=True)
+        got = kernels.mxfp8_both(x, rows)
     else:
-        got = kernels.nvfp4_both(x, None, False, rows, interpret=True)
+        got = kernels.nvfp4_both(x, None, False, rows)
     assert want[1].values.shape[:2] == (4, D)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -60,7 +60,7 @@ def test_offsets_reach_the_last_element(offsets, dtype, rows):
 
     def copied(x):
         outputs = {"y": Output(x.shape, x.dtype, block)}
-        return call(copy, "copy", (rows,), {"x": (x, block)}, outputs, Launch(1), interpret=False)
+        return call(copy, "copy", (rows,), {"x": (x, block)}, outputs, Launch(1))
 
     hopper = AbstractDevice(hardware.PLANNED["h100"].device, None, "gpu")
     alone = AbstractMesh((1,), ("x",), abstract_device=hopper)

@@ -14,7 +14,7 @@ from jaxbench.ops import ssd
 from jaxbench.ops.ssd import pallas, xla
 from jaxbench.ops.ssd.pallas import conv
 
-TUNING = pallas.Tuning(chunk=32, part=16, columns=64, interpret=True)
+TUNING = pallas.Tuning(chunk=32, part=16, columns=64)
 MIXERS = {"xla": xla.mixer, "pallas": partial(pallas.mixer, tuning=TUNING)}
 SEVERAL_CHUNKS = Case(2, 96, 2, ssd.Dims(4, 16, 32, eps=1e-5))
 ONE_CHUNK = Case(1, 32, 8, ssd.Dims(2, 16, 256, eps=1e-5))
@@ -87,7 +87,7 @@ def convolved(dims, length, monkeypatch):
     monkeypatch.setattr(conv, "_at", noted)
     projected = jnp.ones((1, length, 1, dims.columns), jnp.bfloat16)
     taps, bias = jnp.ones((1, 4, dims.channels)), jnp.ones((1, dims.channels))
-    convolve = partial(conv.conv_silu, TUNING, dims)
+    convolve = partial(conv.conv_silu, dims)
     out, gradient = jax.block_until_ready(jax.vjp(convolve, projected, taps, bias))
     jax.effects_barrier()
     forward = len(reads)

@@ -98,7 +98,6 @@ def to_permuted(
     scales: Scales | None = None,
     *,
     sizes: Sizes,
-    interpret: bool = False,
 ) -> Float[Array, "R N"]:
     """`Implementation.to_permuted`."""
     shape, width = w.shape, sizes.width
@@ -118,7 +117,7 @@ def to_permuted(
             **scale_input(product_of(scales)),
         },
         {"y": Output(y, result_dtype(x), pl.BlockSpec((BLOCK, width), lambda n, b: (b, n)))},
-        sizes.launch, **_cost(shape, groups, (x.itemsize, 2)), interpret=interpret,
+        sizes.launch, **_cost(shape, groups, (x.itemsize, 2)),
     )["y"]  # fmt: skip
 
 
@@ -130,7 +129,6 @@ def from_permuted(
     scales: Scales | None = None,
     *,
     sizes: Sizes,
-    interpret: bool = False,
 ) -> Float[Array, "uses D"]:
     """`Implementation.from_permuted`."""
     width = sizes.width
@@ -146,7 +144,7 @@ def from_permuted(
             **scale_input(product_of(scales)),
         },
         {"x": Output(x, result_dtype(y), pl.BlockSpec((x[0], width), lambda d, b: (0, d)))},
-        sizes.launch, **_cost(w.shape, groups, (2, y.itemsize)), interpret=interpret,
+        sizes.launch, **_cost(w.shape, groups, (2, y.itemsize)),
     )["x"]  # fmt: skip
 
 
@@ -158,7 +156,6 @@ def weights(
     scales: Scales | None = None,
     *,
     sizes: Sizes,
-    interpret: bool = False,
 ) -> Float[Array, "E D N"]:
     """`Implementation.weights`."""
     in_fp8 = x.itemsize == 1
@@ -182,7 +179,7 @@ def weights(
         (w[2] // tile[1], w[1] // tile[0], w[0]),
         {**operands, "ends": (groups.ends, whole(groups.ends)), **scale_input(product_of(scales))},
         {"w": Output(w, result_dtype(x), pl.BlockSpec((None, *tile), lambda n, d, e: (e, d, n)))},
-        sizes.launch, **cost, interpret=interpret,
+        sizes.launch, **cost,
     )["w"]  # fmt: skip
 
 

@@ -53,7 +53,6 @@ def by_weight(
     groups: Groups,
     *,
     sizes: Sizes,
-    interpret: bool = False,
 ) -> Float[Array, "R U"]:
     """`Matmuls.by_weight` by a kernel. The result is permuted rows if `side` is `first`, else
     the uses of arriving rows."""
@@ -75,7 +74,7 @@ def by_weight(
             **_scale(x, w),
         },
         {"y": Output(y, jnp.bfloat16, pl.BlockSpec(block, index))}, sizes.launch,
-        **_cost(groups, (count, kept, summed), x, x_parts, {"y": 2 * kept}), interpret=interpret,
+        **_cost(groups, (count, kept, summed), x, x_parts, {"y": 2 * kept}),
     )["y"]  # fmt: skip
 
 
@@ -86,7 +85,6 @@ def of_weight(
     groups: Groups,
     *,
     sizes: Sizes,
-    interpret: bool = False,
 ) -> Float[Array, "E D O"]:
     """`Matmuls.of_weight` by a kernel."""
     w = groups.ends.size, first.values.shape[1], last.values.shape[1]
@@ -101,7 +99,6 @@ def of_weight(
         {**operands, "ends": (groups.ends, whole(groups.ends)), **_scale(first, last)},
         {"w": Output(w, jnp.bfloat16, pl.BlockSpec((None, *tile), lambda o, d, e: (e, d, o)))},
         sizes.launch, **_cost(groups, w, first, operands) | {"kind": "grouped_weights"},
-        interpret=interpret,
     )["w"]  # fmt: skip
 
 

@@ -141,7 +141,6 @@ def mxfp8_both(
     rows: Rows | None = None,
     *,
     sizes: Sizes,
-    interpret: bool = False,
 ) -> tuple[Blocks, Blocks]:
     """Quantizes `x`, or `rows` of it, to MXFP8 with blocks along features, and its transpose `[E,
     F, T]` with blocks along tokens. Both results are packed."""
@@ -149,7 +148,7 @@ def mxfp8_both(
     outputs = tiles.both(MXFP8.size, MXFP8.values, jnp.uint8)
     y = call(
         partial(_mxfp8, width=tiles.f), "quantize_mxfp8", tiles.grid, tiles.inputs, outputs,
-        sizes.launch, touched=tiles.touched(outputs), interpret=interpret,
+        sizes.launch, touched=tiles.touched(outputs),
     )  # fmt: skip
     return Blocks(as_bytes(y["rows"]), y["row_scales"]), Blocks(
         as_bytes(y["columns"]), y["column_scales"]
@@ -164,7 +163,6 @@ def nvfp4_both(
     rows: Rows | None = None,
     *,
     sizes: Sizes,
-    interpret: bool = False,
 ) -> tuple[Blocks, Blocks]:
     """Quantizes `x` and its transpose to NVFP4, as `mxfp8_both` does to MXFP8. Each result has an
     fp32 scale from its own amax. With `turn` the tokens go through the Hadamard transform before
@@ -177,7 +175,7 @@ def nvfp4_both(
     amax = {name: Output((prod(tiles.grid),), f32, one) for name in ("rows", "columns")}
     found = call(
         partial(_amax, width=tiles.f), "amax_nvfp4", tiles.grid, inputs, amax, sizes.launch,
-        touched=tiles.touched({}), interpret=interpret,
+        touched=tiles.touched({}),
     )  # fmt: skip
     encode = encode_of(jnp.stack([jnp.max(found["rows"]), jnp.max(found["columns"])]))
     inputs["encode"] = encode, two
@@ -188,7 +186,7 @@ def nvfp4_both(
         partial(_nvfp4, width=tiles.f, tokens=tiles.tokens, features=tiles.features),
         "quantize_nvfp4",
         tiles.grid, inputs, outputs, sizes.launch,
-        touched=tiles.touched(outputs), interpret=interpret,
+        touched=tiles.touched(outputs),
     )  # fmt: skip
     return (
         Blocks(y["rows"], as_bytes(y["row_scales"]), 1 / encode[0]),

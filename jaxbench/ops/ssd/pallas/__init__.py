@@ -75,11 +75,11 @@ mixer.defvjp(_forward, _backward)
 
 def _mixer(dims: Dims, tuning: Tuning | None, projected, parameters: Parameters):
     tuning = tuning or tuning_of_mesh()
-    u = conv_silu(tuning, dims, projected, parameters.taps, parameters.bias)
+    u = conv_silu(dims, projected, parameters.taps, parameters.bias)
     with jax.named_scope("ssd.scan"):  # for profiles and plans
         dt, a = _times(dims, projected, parameters)
         y = scan(tuning, dims, u, dt, a, parameters.d.reshape(-1))
-    return gate_norm(tuning, dims, y, projected, parameters.gain)
+    return gate_norm(dims, y, projected, parameters.gain)
 
 
 def _times(dims: Dims, projected, parameters: Parameters):

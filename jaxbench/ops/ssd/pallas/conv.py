@@ -14,7 +14,6 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxbench.ops.pallas_call import Inputs, Launch, Output, call
-from jaxbench.ops.ssd.pallas.tiles import Tuning
 from jaxbench.ops.ssd.parts import Dims
 
 F32 = jnp.float32
@@ -26,9 +25,8 @@ WALK, UNROLL = 256, 4
 loads at a time."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def conv_silu(
-    tuning: Tuning,
     dims: Dims,
     projected: Float[Array, "B S G I"],
     taps: Float[Array, "G W C"],
@@ -43,11 +41,11 @@ def conv_silu(
         partial(_kernel, width=width), "conv_silu", blocks.grid(batch, groups),
         blocks.inputs(projected, taps, bias),
         {"u": Output((batch, length, groups, dims.channels), projected.dtype, blocks.tokens)},
-        Launch(4), touched={"x": _bytes(projected, dims)}, interpret=tuning.interpret,
+        Launch(4), touched={"x": _bytes(projected, dims)},
     )["u"]  # fmt: skip
 
 
-def _backward(tuning, dims, inputs, du):
+def _backward(dims, inputs, du):
     projected, taps, _ = inputs
     batch, length, groups, _ = projected.shape
     width = taps.shape[1]
@@ -61,15 +59,13 @@ def _backward(tuning, dims, inputs, du):
         {"dx": Output(du.shape, du.dtype, blocks.tokens),
          "dbias": Output((*sums, dims.channels), F32, blocks.dbias),
          "dtaps": Output((*sums, width, dims.channels), F32, blocks.dtaps)},
-        Launch(1), touched={"x": _bytes(projected, dims)}, interpret=tuning.interpret,
+        Launch(1), touched={"x": _bytes(projected, dims)},
     )  # fmt: skip
     dprojected = jnp.pad(outputs["dx"], ((0, 0), (0, 0), (0, 0), (dims.inner, dims.heads)))
     return dprojected, *(jnp.sum(outputs[name], axis=(0, 1)) for name in ("dtaps", "dbias"))
 
 
-conv_silu.defvjp(
-    lambda tuning, dims, *inputs: (conv_silu(tuning, dims, *inputs), inputs), _backward
-)
+conv_silu.defvjp(lambda dims, *inputs: (conv_silu(dims, *inputs), inputs), _backward)
 
 
 class _Blocks:

@@ -10,7 +10,6 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from jaxbench.ops.pallas_call import Launch, Output, call
-from jaxbench.ops.ssd.pallas.tiles import Tuning
 from jaxbench.ops.ssd.parts import Dims
 
 F32 = jnp.float32
@@ -18,9 +17,8 @@ TOKENS, TILES = 4, 16
 """Tokens of a tile, and tiles that a program of the backward pass goes through."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gate_norm(
-    tuning: Tuning,
     dims: Dims,
     y: Float[Array, "B S G F"],
     projected: Float[Array, "B S G I"],
@@ -34,11 +32,11 @@ def gate_norm(
         partial(_kernel, eps=dims.eps), "gate_norm", (length // TOKENS, groups, batch),
         {"y": (y, tile), "z": (projected, tile), "gain": (gain, vector)},
         {"out": Output(y.shape, y.dtype, tile)},
-        Launch(8), touched={"z": y.nbytes}, interpret=tuning.interpret,
+        Launch(8), touched={"z": y.nbytes},
     )["out"]  # fmt: skip
 
 
-def _backward(tuning, dims, inputs, dout):
+def _backward(dims, inputs, dout):
     y, projected, gain = inputs
     batch, length, groups, inner = y.shape
     rows = TOKENS * gcd(TILES, length // TOKENS)
@@ -52,16 +50,14 @@ def _backward(tuning, dims, inputs, dout):
          "dout": (dout, tile)},
         {"dy": Output(y.shape, y.dtype, tile), "dz": Output(y.shape, y.dtype, tile),
          "dgain": Output((batch, steps, groups, inner), F32, sums)},
-        Launch(8), touched={"z": y.nbytes}, interpret=tuning.interpret,
+        Launch(8), touched={"z": y.nbytes},
     )  # fmt: skip
     after = (0, dims.columns - inner)
     dprojected = jnp.pad(outputs["dz"], ((0, 0), (0, 0), (0, 0), after))
     return outputs["dy"], dprojected, jnp.sum(outputs["dgain"], axis=(0, 1))
 
 
-gate_norm.defvjp(
-    lambda tuning, dims, *inputs: (gate_norm(tuning, dims, *inputs), inputs), _backward
-)
+gate_norm.defvjp(lambda dims, *inputs: (gate_norm(dims, *inputs), inputs), _backward)
 
 
 def _blocks(rows: int, inner: int) -> tuple[pl.BlockSpec, pl.BlockSpec]:

@@ -89,7 +89,7 @@ def reverse(tuning, dims, u, dt, a, before, dy, *, sizes: Launch):
     }
     return call(
         partial(_reverse_kernel, blocks=blocks, size=tuning.chunk), "ssd_reverse", (batch, heads),
-        inputs, outputs, sizes, interpret=tuning.interpret,
+        inputs, outputs, sizes,
         touched={"u": u.nbytes // dims.channels * dims.state},
         flops=2 * batch * heads * length * dims.state * dims.head_dim,
     )  # fmt: skip
@@ -135,7 +135,7 @@ def gradient_of_x(tuning, dims, u, dt, total, d, before, after, dy, *, sizes: La
     n, p, square = dims.state, dims.head_dim, (tuning.chunk + tuning.part) // 2
     return call(
         partial(_to_x_kernel, blocks=blocks, tuning=tuning), "ssd_to_x", (batch, heads, chunks),
-        inputs, outputs, sizes, interpret=tuning.interpret, touched={"du": dy.nbytes},
+        inputs, outputs, sizes, touched={"du": dy.nbytes},
         flops=2 * batch * heads * length * (square * (n + 2 * p) + n * p),
     )  # fmt: skip
 
@@ -209,7 +209,6 @@ def _of_group(name, kernel, blocks: OfChunk, inputs, launch: Launch, **outputs):
         {"gradient": Output(du.shape, du.dtype, blocks.group, into="du"), **outputs},
         launch, flops=2 * batch * length * groups * (of_heads + tuning.chunk * dims.state),
         touched={"gradient": u.nbytes // dims.channels * dims.state},
-        interpret=tuning.interpret,
     )  # fmt: skip
 
 

@@ -66,7 +66,7 @@ def forward(tuning, dims, keep, u, dt, a, d, *, sizes: Launch):
     n, p = dims.state, dims.head_dim
     return call(
         partial(_kernel, blocks=blocks, tuning=tuning), "ssd_forward", (batch, heads),
-        inputs, outputs, sizes, interpret=tuning.interpret,
+        inputs, outputs, sizes,
         flops=2 * batch * heads * length * (tuning.part * (n + p) + 2 * n * p),
     )  # fmt: skip
 

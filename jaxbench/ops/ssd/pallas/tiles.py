@@ -40,7 +40,6 @@ class Tuning:
     reverse: Launch = LOADS_AHEAD
     x: Launch = FOUR_WARPS
     bc: Launch = LOADS_AHEAD
-    interpret: bool = False
 
 
 BLACKWELL = Tuning(reverse=EIGHT_WARPS, x=EIGHT_WARPS, bc=EIGHT_WARPS)
