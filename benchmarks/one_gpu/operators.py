@@ -20,6 +20,7 @@ from jaxbench.models.experts import Experts
 from jaxbench.models.layers import Weight, look_up
 from jaxbench.ops import attention, dense, grouped, loss, quantized, ssd
 from jaxbench.ops.grouped.groups import group
+from jaxbench.ops.implementations import Task
 from jaxbench.ops.pallas_call import ignoring_pallas_deprecation
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.plan import Memory
@@ -106,7 +107,7 @@ def attentions(ctx: Context) -> Iterator[Case]:
         for window in {None, mixer.window}:
 
             def on(platform, run=run, mixer=mixer, length=length, window=window):
-                kernel = attention.choose(run.execution, run.model, "bf16", length, platform)
+                kernel = attention.choose(run.execution, Task(run.model, "bf16", length, platform))
                 scale = mixer.score_scale
 
                 def function(query, key, value, *sinks):
@@ -269,8 +270,8 @@ def experts(ctx: Context) -> Iterator[Case]:
         run = row(recipe, recipes.SMOKE, "model.experts.router_dtype=fp32", *changes)
         model, tokens = run.model, run.batch.sequence_length
 
-        def mixture(platform, run=run, model=model):
-            kernel = grouped.choose(run.execution, model, "bf16", platform)
+        def mixture(platform, run=run, model=model, tokens=tokens):
+            kernel = grouped.choose(run.execution, Task(model, "bf16", tokens, platform))
             ctx = LayerContext(kernels=Kernels(grouped_matmul=kernel))
 
             def function(x, router, gate_up, down):

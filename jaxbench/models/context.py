@@ -8,10 +8,10 @@ import jax
 from jaxtyping import Array, Int
 
 from jaxbench import mesh
-from jaxbench.base.hardware import Capability
 from jaxbench.models.layers import rotary_tables
 from jaxbench.ops import attention, grouped, ssd
 from jaxbench.ops.draws import Counters
+from jaxbench.ops.implementations import Task
 from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import Execution, Precision
 
@@ -63,24 +63,16 @@ def make_context(
 ) -> Context:
     """The context of a forward pass over sequences of `length` tokens, on the current mesh."""
     mixer = cfg.attention_mixer
-    kernels = choose_kernels(cfg, length, execution, precision, mesh.platform(), mesh.capability())
+    task = Task(cfg, precision.dtype, length, mesh.platform(), mesh.capability())
     rotary = rotary_tables(mixer, length) if mixer else None
+    kernels = choose_kernels(execution, task)
     return Context(rotary, kernels=kernels, expert_parts=execution.expert_parts)
 
 
-def choose_kernels(
-    cfg: ModelConfig,
-    length: int,
-    execution: Execution,
-    precision: Precision,
-    platform: str,
-    capability: Capability | None,
-) -> Kernels:
-    """The kernels that compute a model over sequences of `length` tokens. Raises RecipeError if a
-    requested kernel cannot compute the model."""
-    dtype = precision.dtype
+def choose_kernels(execution: Execution, task: Task) -> Kernels:
+    """The kernels that compute a model. Raises RecipeError if a requested kernel cannot do it."""
     return Kernels(
-        attention=attention.choose(execution, cfg, dtype, length, platform, capability),
-        ssd=ssd.choose(execution, cfg, dtype, length, platform) if cfg.mamba else "xla",
-        grouped_matmul=grouped.choose(execution, cfg, dtype, platform) if cfg.experts else "xla",
+        attention=attention.choose(execution, task),
+        ssd=ssd.choose(execution, task) if task.cfg.mamba else "xla",
+        grouped_matmul=grouped.choose(execution, task) if task.cfg.experts else "xla",
     )

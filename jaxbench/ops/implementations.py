@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -9,9 +10,25 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from jaxbench.base import hardware
 from jaxbench.base.errors import RecipeError
+from jaxbench.base.hardware import Capability
+from jaxbench.recipe.model import ModelConfig
 
 TRITON = "__gpu$xla.gpu.triton"
 """Target of the custom calls that Pallas kernels compile to."""
+
+HOPPER: Capability = (9, 0)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an implementation has to compute, and where: a model in a dtype, over sequences of
+    `length` tokens, on a platform. `capability` is that of its GPUs, None if it is not known."""
+
+    cfg: ModelConfig
+    dtype: str
+    length: int
+    platform: str
+    capability: Capability | None = None
 
 
 def choose(
@@ -29,10 +46,17 @@ def choose(
     raise RecipeError(f"execution.{setting} = {refused[0]}; expected auto")
 
 
-def not_on(platforms: tuple[str, ...] | None, platform: str) -> str | None:
-    """Why an implementation for some platforms, or for all with None, cannot be used on this one;
-    None if it can."""
-    return None if platform in (platforms or (platform,)) else f"does not run on a {platform}"
+def not_on(least: Capability | None, task: Task) -> str | None:
+    """Why an implementation for GPUs of a compute capability or later, or for everything with None,
+    cannot be used; None if it can."""
+    if least is None:
+        return None
+    if task.platform != "gpu":
+        return f"does not run on a {task.platform}"
+    if task.capability and task.capability < least:
+        needed, got = (".".join(map(str, capability)) for capability in (least, task.capability))
+        return f"needs compute capability {needed} or later, not {got}"
+    return None
 
 
 def lazy(name: str) -> Callable[..., Any]:

@@ -8,9 +8,10 @@ import jaxlib
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError, RunFailed
 from jaxbench.base.hardware import PLANNED, Capability, Gpu
-from jaxbench.models.context import Kernels, choose_kernels
+from jaxbench.models.context import choose_kernels
 from jaxbench.models.decoder import prediction_segment, segments
 from jaxbench.ops import attention, grouped, quantized, ssd
+from jaxbench.ops.implementations import Task
 from jaxbench.ops.layer_stack import can_offload
 from jaxbench.recipe.mixers import ExpertsConfig, MambaConfig
 from jaxbench.recipe.settings import Run
@@ -30,17 +31,18 @@ def check_run(run: Run, platform: str, gpu: Gpu | None = None) -> None:
     flags.options(run, platform)
     flags.check_changes(run)
     quantized.choose(run.precision, platform)
-    _choose_kernels(run, platform, gpu.capability if gpu else None)
+    choose_kernels(run.execution, _task(run, platform, gpu.capability if gpu else None))
 
 
 def describe_kernels(run: Run) -> dict[str, str]:
     """For the record: what computes attention, Mamba-2, dropless experts and matmuls on the current
     mesh, and the activations that wait in the host's memory."""
     platform = mesh.platform()
-    chosen = _choose_kernels(run, platform, mesh.capability())
+    task = _task(run, platform, mesh.capability())
+    chosen = choose_kernels(run.execution, task)
     by = {"attention": chosen.attention}
     if run.model.each(MambaConfig):
-        by["Mamba-2"] = _mamba(run, chosen.ssd, platform)
+        by["Mamba-2"] = _mamba(run, chosen.ssd, task)
     if run.model.dropless:
         by["dropless experts"] = chosen.grouped_matmul
     if run.execution.offload != "none":
@@ -55,13 +57,19 @@ def describe_kernels(run: Run) -> dict[str, str]:
     return by | {"products": _matmuls(run, platform)}
 
 
-def _mamba(run: Run, name: str, platform: str) -> str:
+def _task(run: Run, platform: str, capability: Capability | None) -> Task:
+    length = run.batch.sequence_length
+    return Task(run.model, run.precision.dtype, length, platform, capability)
+
+
+def _mamba(run: Run, name: str, task: Task) -> str:
     """The implementation of Mamba-2. On a GPU it also says why the one that `auto` prefers was not
     taken."""
-    first, length = next(iter(ssd.IMPLEMENTATIONS)), run.batch.sequence_length
-    dtype, automatic = run.precision.dtype, run.execution.ssd == "auto"
-    refused = ssd.refusal(first, run.model, dtype, length, platform)
-    return f"{name} ({first} {refused})" if automatic and refused and platform == "gpu" else name
+    if run.execution.ssd != "auto" or task.platform != "gpu":
+        return name
+    first = next(iter(ssd.IMPLEMENTATIONS))
+    refused = ssd.refusal(first, task)
+    return f"{name} ({first} {refused})" if refused else name
 
 
 def _matmuls(run: Run, platform: str) -> str:
@@ -80,7 +88,7 @@ def check_program(compiled: Any, run: Run) -> None:
     """Raises RunFailed if the compiled program is not the requested one. It needs the current
     mesh."""
     model, platform = run.model, mesh.platform()
-    chosen = _choose_kernels(run, platform, mesh.capability())
+    chosen = choose_kernels(run.execution, _task(run, platform, mesh.capability()))
     requested = (
         ("fused attention", model.attention_mixer, attention.IMPLEMENTATIONS[chosen.attention]),
         ("a fused Mamba-2 scan", model.mamba, ssd.IMPLEMENTATIONS[chosen.ssd]),
@@ -97,11 +105,6 @@ def check_program(compiled: Any, run: Run) -> None:
             raise RunFailed(f"{what} was asked for, but the compiled program has no {target}")
     if is_quantized:
         _check_quantized(program, run)
-
-
-def _choose_kernels(run: Run, platform: str, capability: Capability | None) -> Kernels:
-    length = run.batch.sequence_length
-    return choose_kernels(run.model, length, run.execution, run.precision, platform, capability)
 
 
 def _check_quantized(program: Program, run: Run) -> None:

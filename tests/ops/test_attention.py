@@ -13,6 +13,7 @@ from tiny import tiny_run
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
 from jaxbench.ops.attention import IMPLEMENTATIONS, attend, choose, cudnn
+from jaxbench.ops.implementations import Task
 from jaxbench.recipe.settings import Execution
 
 RNG = np.random.default_rng(0)
@@ -187,7 +188,7 @@ def test_head_dims_are_refused_by_compute_capability(capability, widths, message
         f"model.latent_attention={{heads: 4, query_latent: 32, kv_latent: 32, {latent}}}",
         "model.pattern=L-",
     )
-    arguments = run.execution, run.model, "bf16", 32, "gpu", capability
+    arguments = run.execution, Task(run.model, "bf16", 32, "gpu", capability)
     if message is None:
         assert choose(*arguments) == "cudnn"
     else:
@@ -212,8 +213,8 @@ def test_the_mesh_knows_the_compute_capability_of_its_gpus(monkeypatch):
 
 def test_fp32_takes_the_plain_kernel():
     run = tiny_run("precision.dtype=fp32")
-    assert choose(run.execution, run.model, "fp32", 32, "gpu") == "xla"
-    assert choose(run.execution, run.model, "bf16", 32, "gpu") == "cudnn"
+    assert choose(run.execution, Task(run.model, "fp32", 32, "gpu")) == "xla"
+    assert choose(run.execution, Task(run.model, "bf16", 32, "gpu")) == "cudnn"
 
 
 @pytest.mark.parametrize(
@@ -236,5 +237,6 @@ def test_fp32_takes_the_plain_kernel():
 )
 def test_what_no_kernel_can_do_is_a_mistake(changes, platform, message):
     run = tiny_run("precision.dtype=bf16", *changes.split())
+    task = Task(run.model, run.precision.dtype, run.batch.sequence_length, platform)
     with pytest.raises(RecipeError, match=message):
-        choose(run.execution, run.model, run.precision.dtype, run.batch.sequence_length, platform)
+        choose(run.execution, task)

@@ -20,6 +20,7 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import PLANNED
 from jaxbench.ops import grouped, quantized
 from jaxbench.ops.grouped import BLOCK, NONE, batched, pallas, scaled, xla
+from jaxbench.ops.implementations import Task
 from jaxbench.ops.kernel_sizes import Choices, using
 from jaxbench.ops.pallas_call import ignoring_pallas_deprecation
 from jaxbench.ops.quantized import block_scaled, kernels
@@ -442,28 +443,33 @@ def test_tensor_cores_multiply_by_scales_of_blocks(dtype, tmp_path):
 def test_slots_of_each_expert_and_batched_matmuls_need_each_other():
     cfg = MODELS["qwen3_30b_a3b"]
     own = replace(cfg, experts=replace(cfg.experts, slots="own"))
-    assert grouped.choose(Execution(), own, "mxfp8", "gpu") == "batched"
+    assert grouped.choose(Execution(), Task(own, "mxfp8", 4096, "gpu")) == "batched"
     with pytest.raises(RecipeError, match=r"pallas needs model\.experts\.slots = shared"):
-        grouped.choose(Execution(grouped_matmul="pallas"), own, "bf16", "gpu")
+        grouped.choose(Execution(grouped_matmul="pallas"), Task(own, "bf16", 4096, "gpu"))
     with pytest.raises(RecipeError, match=r"batched needs model\.experts\.slots = own"):
-        grouped.choose(Execution(grouped_matmul="batched"), cfg, "bf16", "gpu")
+        grouped.choose(Execution(grouped_matmul="batched"), Task(cfg, "bf16", 4096, "gpu"))
 
 
 def test_the_kernels_are_chosen_where_they_can():
     auto, pallas_alone = Execution(), Execution(grouped_matmul="pallas")
     cfg = MODELS["qwen3_30b_a3b"]
-    assert grouped.choose(auto, cfg, "bf16", "gpu") == "pallas"
-    assert grouped.choose(auto, cfg, "fp32", "gpu") == "xla"
-    assert grouped.choose(auto, cfg, "fp8", "cpu") == "xla"
-    assert grouped.choose(auto, cfg, "nvfp4", "gpu") == "pallas"
+    assert grouped.choose(auto, Task(cfg, "bf16", 4096, "gpu")) == "pallas"
+    assert grouped.choose(auto, Task(cfg, "fp32", 4096, "gpu")) == "xla"
+    assert grouped.choose(auto, Task(cfg, "fp8", 4096, "cpu")) == "xla"
+    assert grouped.choose(auto, Task(cfg, "nvfp4", 4096, "gpu")) == "pallas"
     with pytest.raises(RecipeError, match="multiplies in bf16 on a GPU, not in MXFP8"):
-        grouped.choose(Execution(grouped_matmul="xla"), cfg, "mxfp8", "gpu")
+        grouped.choose(Execution(grouped_matmul="xla"), Task(cfg, "mxfp8", 4096, "gpu"))
     with pytest.raises(RecipeError, match="grouped_matmul = pallas does not run on a cpu"):
-        grouped.choose(pallas_alone, cfg, "bf16", "cpu")
+        grouped.choose(pallas_alone, Task(cfg, "bf16", 4096, "cpu"))
+    assert grouped.choose(auto, Task(cfg, "bf16", 4096, "gpu", (9, 0))) == "pallas"
+    ampere = Task(cfg, "bf16", 4096, "gpu", (8, 0))
+    assert grouped.choose(auto, ampere) == "xla"
+    with pytest.raises(RecipeError, match=r"needs compute capability 9\.0 or later, not 8\.0"):
+        grouped.choose(pallas_alone, ampere)
     odd = replace(cfg, experts=replace(cfg.experts, ffn=1000))
-    assert grouped.choose(auto, odd, "bf16", "gpu") == "xla"
+    assert grouped.choose(auto, Task(odd, "bf16", 4096, "gpu")) == "xla"
     message = (
         "needs model.experts.ffn = 1000 to be a multiple of 64; xla multiplies in bf16 on a GPU"
     )
     with pytest.raises(RecipeError, match=message):
-        grouped.choose(auto, odd, "fp8", "gpu")
+        grouped.choose(auto, Task(odd, "fp8", 4096, "gpu"))

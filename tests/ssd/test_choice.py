@@ -5,6 +5,7 @@ from tiny import tiny_run
 
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
+from jaxbench.ops.implementations import Task
 from jaxbench.ops.ssd import choose
 from jaxbench.train.program_checks import check_run, describe_kernels
 
@@ -18,9 +19,10 @@ def run_of(*overrides, family="nemotronh_56b_bf16"):
     return tiny_run(*PALLAS, *overrides, family=family)
 
 
-def chosen(run, platform):
+def chosen(run, platform, capability=None):
     length = run.batch.sequence_length
-    return choose(run.execution, run.model, run.precision.dtype, length, platform)
+    task = Task(run.model, run.precision.dtype, length, platform, capability)
+    return choose(run.execution, task)
 
 
 def test_kernels_run_when_asked_for():
@@ -32,6 +34,13 @@ def test_kernels_run_when_asked_for():
 def test_the_kernels_run_by_default_where_they_can():
     assert chosen(run_of("execution.ssd=auto"), "gpu") == "pallas"
     assert chosen(run_of("execution.ssd=auto"), "cpu") == "xla"
+
+
+def test_a_gpu_before_hopper_has_too_little_shared_memory_for_the_kernels():
+    assert chosen(run_of("execution.ssd=auto"), "gpu", (9, 0)) == "pallas"
+    assert chosen(run_of("execution.ssd=auto"), "gpu", (8, 0)) == "xla"
+    with pytest.raises(RecipeError, match=r"needs compute capability 9\.0 or later, not 8\.0"):
+        chosen(run_of(), "gpu", (8, 0))
 
 
 def test_a_gpu_whose_kernels_cannot_says_why(monkeypatch):

@@ -17,8 +17,8 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Capability
 from jaxbench.ops import implementations
 from jaxbench.ops.attention import cudnn, plain
+from jaxbench.ops.implementations import Task
 from jaxbench.recipe.mixers import AnyAttentionConfig
-from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import Execution
 
 
@@ -59,37 +59,26 @@ IMPLEMENTATIONS = {
 refuses the model, `choose` raises an error."""
 
 
-def choose(
-    execution: Execution,
-    cfg: ModelConfig,
-    dtype: str,
-    length: int,
-    platform: str,
-    capability: Capability | None = None,
-) -> str:
-    """The name of the kernel that computes a model's attention in a dtype.
+def choose(execution: Execution, task: Task) -> str:
+    """The name of the kernel that computes a model's attention.
 
     Raises RecipeError if the requested kernel does not fit, or if the chosen one cannot compute the
     model's attention.
     """
-    chosen = implementations.choose(
-        "attention", execution.attention, IMPLEMENTATIONS,
-        lambda name: _mismatch(name, dtype, platform),
-    )  # fmt: skip
-    mixer = cfg.attention_mixer
-    if mixer and (refused := IMPLEMENTATIONS[chosen].refusal(mixer, length, capability)):
+
+    def mismatch(name: str) -> str | None:
+        kernel = IMPLEMENTATIONS[name]
+        if kernel.platforms and task.platform not in kernel.platforms:
+            return f"does not run on a {task.platform}"
+        if task.dtype == "fp32" and not kernel.fp32:
+            return "computes no fp32 attention"
+        return None
+
+    chosen = implementations.choose("attention", execution.attention, IMPLEMENTATIONS, mismatch)
+    mixer, refusal = task.cfg.attention_mixer, IMPLEMENTATIONS[chosen].refusal
+    if mixer and (refused := refusal(mixer, task.length, task.capability)):
         raise RecipeError(f"{refused}; use execution.attention=xla")
     return chosen
-
-
-def _mismatch(name: str, dtype: str, platform: str) -> str | None:
-    """Why a kernel does not fit this dtype or this platform; None if it fits."""
-    kernel = IMPLEMENTATIONS[name]
-    if reason := implementations.not_on(kernel.platforms, platform):
-        return reason
-    if dtype == "fp32" and not kernel.fp32:
-        return "computes no fp32 attention"
-    return None
 
 
 def attend(

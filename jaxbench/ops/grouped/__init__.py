@@ -24,11 +24,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxbench import mesh
+from jaxbench.base.hardware import Capability
 from jaxbench.ops import implementations, quantized
 from jaxbench.ops.grouped import xla
 from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, Scales, equal_groups, group
-from jaxbench.ops.implementations import TRITON, lazy
-from jaxbench.recipe.model import ModelConfig
+from jaxbench.ops.implementations import HOPPER, TRITON, Task, lazy
 from jaxbench.recipe.settings import BLOCKS, Execution
 
 __all__ = [
@@ -52,16 +52,17 @@ class Implementation:
 
     A matmul of FP8 operands multiplies its result by their `scales`. Rows of padding are zero in
     permuted results and undefined among arriving rows. `block_matmuls` makes the
-    `block_scaled.Matmuls` of groups. `refusal` returns why the implementation cannot multiply by a
-    model's experts in a dtype on a platform, or None. `calls` are the custom calls that a compiled
-    step must contain.
+    `block_scaled.Matmuls` of groups. `least` is the least compute capability of GPUs on which the
+    implementation runs (None: it runs everywhere). `refusal` returns why it cannot multiply by a
+    model's experts, or None. `calls` are the custom calls that a compiled step must contain.
     """
 
     to_permuted: Callable[..., Float[Array, "R N"]]
     from_permuted: Callable[..., Float[Array, "uses D"]]
     weights: Callable[..., Float[Array, "E D N"]]
     block_matmuls: Callable[[Groups], Any]
-    refusal: Callable[[ModelConfig, str, str], str | None]
+    least: Capability | None = None
+    refusal: Callable[[Task], str | None] = lambda task: None
     calls: tuple[str, ...] = ()
 
 
@@ -71,6 +72,7 @@ IMPLEMENTATIONS = {
         from_permuted=lazy("grouped.pallas.from_permuted"),
         weights=lazy("grouped.pallas.weights"),
         block_matmuls=lazy("grouped.scaled.Kernels"),
+        least=HOPPER,
         refusal=lazy("grouped.pallas.refusal"),
         calls=(TRITON,),
     ),
@@ -86,24 +88,25 @@ IMPLEMENTATIONS = {
         from_permuted=lazy("grouped.batched.from_permuted"),
         weights=lazy("grouped.batched.weights"),
         block_matmuls=lazy("grouped.batched.BlockMatmuls"),
-        refusal=lambda cfg, dtype, platform: None,
     ),
 }
 """The implementations by name; `auto` takes the first one that does not refuse."""
 
 
-def choose(execution: Execution, cfg: ModelConfig, dtype: str, platform: str) -> str:
-    """The name of the implementation that multiplies by a model's dropless experts in a dtype on a
-    platform. Without such experts it is the first candidate. Raises RecipeError if the requested
-    implementation cannot do it, or with `auto` if none can."""
+def choose(execution: Execution, task: Task) -> str:
+    """The name of the implementation that multiplies by a model's dropless experts. Without such
+    experts it is the first candidate. Raises RecipeError if the requested implementation cannot do
+    it, or with `auto` if none can."""
+    experts = task.cfg.experts
 
     def refusal(name: str) -> str | None:
-        if cfg.experts is None or not cfg.experts.dropless:
+        if experts is None or not experts.dropless:
             return None
         needed = "own" if name == "batched" else "shared"
-        if cfg.experts.slots != needed:
+        if experts.slots != needed:
             return f"needs model.experts.slots = {needed}"
-        return IMPLEMENTATIONS[name].refusal(cfg, dtype, platform)
+        implementation = IMPLEMENTATIONS[name]
+        return implementations.not_on(implementation.least, task) or implementation.refusal(task)
 
     return implementations.choose(
         "grouped_matmul", execution.grouped_matmul, IMPLEMENTATIONS, refusal

@@ -20,6 +20,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
 from jaxbench.ops.grouped.groups import BLOCK, Groups, Scales, product_of, result_dtype, take
+from jaxbench.ops.implementations import Task
 from jaxbench.ops.kernel_sizes import tunable
 from jaxbench.ops.pallas_call import (
     Inputs,
@@ -31,7 +32,6 @@ from jaxbench.ops.pallas_call import (
     tile_at,
     whole,
 )
-from jaxbench.recipe.model import ModelConfig
 
 WIDTHS = 256, 128, 64
 LAUNCHES = Launch(8, 3), Launch(8, 4), Launch(4, 3)
@@ -75,19 +75,18 @@ def at_most(limit: int, size: int) -> int:
     return next(width for width in WIDTHS if width <= limit and size % width == 0)
 
 
-def refusal(cfg: ModelConfig, dtype: str, platform: str) -> str | None:
+def refusal(task: Task) -> str | None:
     """Why the kernels cannot multiply; None if they can."""
-    if platform != "gpu":
-        return f"does not run on a {platform}"
-    if dtype == "fp32":
+    if task.dtype == "fp32":
         return "computes no fp32 matmuls"
-    experts, least = cfg.experts, min(WIDTHS)
+    experts, divisor = task.cfg.experts, min(WIDTHS)
     assert experts is not None
     width = "model.experts.latent" if experts.latent else "model.embed"
-    sizes = {"model.experts.ffn": experts.ffn, width: experts.latent or cfg.embed}
-    odd = (f"{name} = {size}" for name, size in sizes.items() if size % least)
-    first = next(odd, None)
-    return first and f"needs {first} to be a multiple of {least}"
+    sizes = {"model.experts.ffn": experts.ffn, width: experts.latent or task.cfg.embed}
+    for name, size in sizes.items():
+        if size % divisor:
+            return f"needs {name} = {size} to be a multiple of {divisor}"
+    return None
 
 
 @tunable(lambda x, w, *_: candidates("to_permuted", x.itemsize, w.shape[2], w.shape[1]))

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxbench.ops.grouped.groups import BLOCK, Groups, Scales, product_of, result_dtype, take
-from jaxbench.recipe.model import ModelConfig
+from jaxbench.ops.implementations import Task
 from jaxbench.recipe.settings import BLOCKS
 
 
-def refusal(cfg: ModelConfig, dtype: str, platform: str) -> str | None:
+def refusal(task: Task) -> str | None:
     """Why this implementation cannot multiply; None if it can."""
-    if platform == "gpu" and dtype in ("fp8", *BLOCKS):
-        return f"multiplies in bf16 on a GPU, not in {dtype.upper()}"
+    if task.platform == "gpu" and task.dtype in ("fp8", *BLOCKS):
+        return f"multiplies in bf16 on a GPU, not in {task.dtype.upper()}"
     return None
 
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Float
 
+from jaxbench.base.hardware import Capability
 from jaxbench.ops import implementations
-from jaxbench.ops.implementations import TRITON, lazy
+from jaxbench.ops.implementations import HOPPER, TRITON, Task, lazy
 from jaxbench.ops.ssd import xla
 from jaxbench.ops.ssd.parts import Dims, Parameters
 from jaxbench.recipe.mixers import MambaConfig
-from jaxbench.recipe.model import ModelConfig
 from jaxbench.recipe.settings import Execution
 
 __all__ = ["IMPLEMENTATIONS", "Dims", "Implementation", "Parameters", "choose", "refusal"]
@@ -32,13 +32,13 @@ class Implementation:
     """An implementation of mixers between their projections.
 
     `mixer` maps the input projection of a device's groups to the input of the output projection.
-    `platforms` are the platforms on which it runs (None: all). `refusal` returns why it cannot
-    compute a model in a dtype with sequences of a length, or None. `calls` are the custom calls
-    that a compiled step must contain.
+    `least` is the least compute capability of GPUs on which it runs (None: it runs everywhere).
+    `refusal` returns why it cannot compute a model in a dtype with sequences of a length, or None.
+    `calls` are the custom calls that a compiled step must contain.
     """
 
     mixer: Callable[[Dims, Float[Array, "B S G I"], Parameters], Float[Array, "B S G F"]]
-    platforms: tuple[str, ...] | None = None
+    least: Capability | None = None
     refusal: Callable[[MambaConfig, str, int], str | None] = lambda mamba, dtype, length: None
     calls: tuple[str, ...] = ()
 
@@ -46,7 +46,7 @@ class Implementation:
 IMPLEMENTATIONS = {
     "pallas": Implementation(
         mixer=lazy("ssd.pallas.mixer"),
-        platforms=("gpu",),
+        least=HOPPER,
         refusal=lazy("ssd.pallas.refusal"),
         calls=(TRITON,),
     ),
@@ -55,20 +55,19 @@ IMPLEMENTATIONS = {
 """The implementations by name; `auto` takes the first one that does not refuse."""
 
 
-def choose(execution: Execution, cfg: ModelConfig, dtype: str, length: int, platform: str) -> str:
-    """The name of the implementation that computes a model's mixers over sequences of `length`
-    tokens. Raises RecipeError if the requested implementation cannot do it."""
+def choose(execution: Execution, task: Task) -> str:
+    """The name of the implementation that computes a model's mixers. Raises RecipeError if the
+    requested implementation cannot do it."""
     return implementations.choose(
-        "ssd", execution.ssd, IMPLEMENTATIONS,
-        lambda name: refusal(name, cfg, dtype, length, platform),
-    )  # fmt: skip
+        "ssd", execution.ssd, IMPLEMENTATIONS, lambda name: refusal(name, task)
+    )
 
 
-def refusal(name: str, cfg: ModelConfig, dtype: str, length: int, platform: str) -> str | None:
+def refusal(name: str, task: Task) -> str | None:
     """Why an implementation cannot compute a model's mixers; None if it can."""
     implementation = IMPLEMENTATIONS[name]
-    assert cfg.mamba
-    if reason := implementations.not_on(implementation.platforms, platform):
+    assert task.cfg.mamba
+    if reason := implementations.not_on(implementation.least, task):
         return reason
-    refused = implementation.refusal(cfg.mamba, dtype, length)
+    refused = implementation.refusal(task.cfg.mamba, task.dtype, task.length)
     return refused and f"cannot compute {refused}"
