@@ -124,17 +124,18 @@ def _check_quantized(program: Program, run: Run) -> None:
     in_fp8 = dtype == run.precision.gather == "fp8"
     hint = "; precision.gather=bf16 may help" if in_fp8 else ""
     for stack, block in enumerate(abstract_state(run).model.stacks):
-        for weight in quantized.quantized_weights(block):
-            position = int(weight.split(".")[1])
-            if quantized.in_bf16(weight, run.precision):
+        for path, weight in quantized.quantized_weights(block).items():
+            position = int(path.split(".")[1])
+            if quantized.in_bf16(path, run.precision):
                 continue
             repeats = sum(
                 part.repeats.stop - part.repeats.start
                 for part in parts
                 if part.stack == stack and position not in part.bf16
             )
-            expected = 3 * repeats * run.accumulation // run.parallelism.pipeline
-            name = quantized.name_in_model(stack, weight)
+            uses = run.execution.expert_parts if quantized.is_of_experts(weight) else 1
+            expected = 3 * uses * repeats * run.accumulation // run.parallelism.pipeline
+            name = quantized.name_in_model(stack, path)
             runs, others = compiled[name, True], compiled[name, False]
             if runs < expected or others:
                 raise RunFailed(

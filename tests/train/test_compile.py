@@ -6,6 +6,7 @@ Skipped where the CUDA plugin is not installed (`pip install '.[plan]'`).
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -567,3 +568,17 @@ def test_experts_in_parts_hide_their_exchanges():
     weights = 2 * 2 * 16 * 3 * row.run.model.embed * experts.ffn
     assert sums["all-gather", 2] == 2 * row.run.accumulation * weights
     assert sums["reduce-scatter", 2] == row.run.accumulation * weights // 2
+
+
+def test_matmuls_of_experts_in_parts_count_for_each_part():
+    """A program that computes its experts at once is not the one of a run in two parts."""
+    row = Compiled(
+        "qwen3_30b_a3b_fp8", 1, "model.layers=1", "model.vocabulary=1024", "model.experts.count=8",
+        "batch.sequence_length=512", "batch.global_batch=2", "batch.microbatch=2",
+    )  # fmt: skip
+    in_parts = replace(row.run.execution, expert_parts=2)
+    with jax.set_mesh(row.mesh):
+        check_program(row.compiled, row.run)
+        message = r"matmul \S+down runs 3 times in it .* expected at least 6"
+        with pytest.raises(RunFailed, match=message):
+            check_program(row.compiled, replace(row.run, execution=in_parts))

@@ -24,6 +24,7 @@ from jaxbench.ops.quantized.scaling import (
     attach,
     in_bf16,
     init_histories,
+    is_of_experts,
     name_in_model,
     quantized_weights,
 )
@@ -31,8 +32,8 @@ from jaxbench.recipe.settings import BLOCKS, Precision
 
 __all__ = [
     "IMPLEMENTATIONS", "Histories", "Matmul", "Operand", "Quantization", "Scaled", "attach",
-    "choose", "dot", "dot_blocks", "in_bf16", "init_histories", "is_block_scaled", "name_in_model",
-    "quantized_weights", "seeded", "xla",
+    "choose", "dot", "dot_blocks", "in_bf16", "init_histories", "is_block_scaled", "is_of_experts",
+    "name_in_model", "quantized_weights", "seeded", "xla",
 ]  # fmt: skip
 
 

@@ -51,11 +51,15 @@ class Scaled:
     precision: Precision = field(metadata={"static": True})
 
 
-def quantized_weights(block: nnx.Module) -> dict[str, Any]:
-    """The quantized weights of a block, or of stacked blocks, by path. Given the shapes of a block,
-    it returns shapes."""
+def quantized_weights(block: nnx.Module) -> dict[str, nnx.Variable]:
+    """The quantized weights of a block, or of stacked blocks, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(block, is_leaf=is_variable)
-    return {_name(path): w.get_value() for path, w in leaves if _is_quantized(w)}
+    return {_name(path): w for path, w in leaves if _is_quantized(w)}
+
+
+def is_of_experts(weight: nnx.Variable) -> bool:
+    """True for a weight whose first dimension counts experts."""
+    return bool(weight.get_metadata().get("experts"))
 
 
 def name_in_model(stack: int, name: str) -> str:
@@ -81,7 +85,7 @@ def init_histories(stacks: Sequence[nnx.Module], precision: Precision) -> Histor
     if precision.dtype != "fp8" or precision.scaling == "current":
         return []
     weights = [list(quantized_weights(stack).values()) for stack in stacks]
-    return [jnp.zeros((len(ws[0]), len(ws), 3, precision.amax_history)) for ws in weights]
+    return [jnp.zeros((ws[0].shape[0], len(ws), 3, precision.amax_history)) for ws in weights]
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,7 @@ def _per_tensor(
         amax = jnp.zeros((*of_weights.shape, 3)).at[..., 1].set(of_weights)
     scale_inv = scale_invs_of(amax)
     stored = {
-        name: _quantized(w, scale_inv[:, n, 1]) if precision.gather == "fp8" else w
+        name: _quantized(w[...], scale_inv[:, n, 1]) if precision.gather == "fp8" else w[...]
         for n, (name, w) in enumerate(quantized_weights(stack).items())
         if not in_bf16(name, precision)
     }
@@ -171,10 +175,8 @@ def _per_tensor(
 def _quantize_blocks(stack: nnx.Module, precision: Precision) -> dict[str, Any]:
     """The copies of all weights in a block-scaled format (`block_scaled.Copies`)."""
     amax = _weight_amax(stack)
-    leaves = jax.tree_util.tree_leaves_with_path(stack, is_leaf=is_variable)
-    experts = [bool(w.get_metadata().get("experts")) for _, w in leaves if _is_quantized(w)]
     return {
-        name: _quantize_stack(w, amax[:, n], precision, experts[n])
+        name: _quantize_stack(w[...], amax[:, n], precision, is_of_experts(w))
         for n, (name, w) in enumerate(quantized_weights(stack).items())
         if not in_bf16(name, precision)
     }
@@ -199,7 +201,7 @@ def _quantized(w: jax.Array, scale_inv: jax.Array) -> jax.Array:
 def _weight_amax(stack: nnx.Module) -> jax.Array:
     """The amax of every quantized weight, `[blocks, weights]`."""
     amax = [
-        amax_of(mesh.unmarked(w), axis=tuple(range(1, w.ndim)))
+        amax_of(mesh.unmarked(w[...]), axis=tuple(range(1, w.ndim)))
         for w in quantized_weights(stack).values()
     ]
     return jnp.stack(amax, axis=1)
