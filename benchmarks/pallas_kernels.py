@@ -30,10 +30,10 @@ from one_gpu.tiles import MODELS  # noqa: E402
 
 from jaxbench import mesh  # noqa: E402
 from jaxbench.base import hardware  # noqa: E402
+from jaxbench.base.scopes import TRITON  # noqa: E402
 from jaxbench.ops import ssd  # noqa: E402
 from jaxbench.ops.grouped import pallas, scaled  # noqa: E402
 from jaxbench.ops.grouped.groups import BLOCK, Groups, group  # noqa: E402
-from jaxbench.ops.implementations import TRITON  # noqa: E402
 from jaxbench.ops.kernel_sizes import Choices, using  # noqa: E402
 from jaxbench.ops.pallas_call import ignoring_pallas_deprecation  # noqa: E402
 from jaxbench.ops.quantized import kernels  # noqa: E402

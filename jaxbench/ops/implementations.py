@@ -13,9 +13,6 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Capability
 from jaxbench.recipe.model import ModelConfig
 
-TRITON = "__gpu$xla.gpu.triton"
-"""Target of the custom calls that Pallas kernels compile to."""
-
 HOPPER: Capability = (9, 0)
 
 

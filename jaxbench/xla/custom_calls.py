@@ -10,12 +10,9 @@ import re
 from collections import Counter
 from math import isqrt, prod
 
+from jaxbench.base.scopes import HADAMARD, QUANTIZED, TRITON
 from jaxbench.xla.hlo import Program, Rules, Work
 from jaxbench.xla.instruction import Instruction, Scope, ints
-from jaxbench.xla.timeline import QUANTIZED
-
-HADAMARD = "hadamard"
-"""The scope of Hadamard transforms, which are not the matmul that a quantized scope names."""
 
 METADATA = r'serialized_metadata = "((?:[^"\\]|\\.)*)"'
 """The cost that `ops.pallas_call.call` stores in the compiled call of a kernel."""
@@ -155,7 +152,7 @@ def _moved(i: Instruction, scope: Scope) -> int:
 RULES: Rules = {
     **dict.fromkeys(ATTENTION, attention),
     "__cudnn$blockScaledDot": block_scaled,
-    "__gpu$xla.gpu.triton": pallas,
+    TRITON: pallas,
     "mosaic_gpu_v2": mosaic,
     GEMM: engine_matmul,
     QUANTIZE: engine_quantization,

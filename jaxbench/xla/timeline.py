@@ -3,13 +3,10 @@
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from jaxbench.base.scopes import QUANTIZED, SCAN
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Work
 from jaxbench.xla.host_copies import HostTraffic
-
-SCAN, QUANTIZED = "ssd.scan", "quantized."
-"""Parts of named scopes: every kernel of the Mamba-2 scan has the first. The scope of a quantized
-matmul, and of what makes its operands, begins with the second."""
 
 FP8_SHARE = 0.22
 """The least share of FP8 in a kernel that makes it. Gradients of gated activations write a quarter

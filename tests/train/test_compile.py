@@ -16,6 +16,7 @@ from compiled import Compiled, needs_compiler
 
 from jaxbench.base.errors import RecipeError, RunFailed
 from jaxbench.base.hardware import H100, PLANNED
+from jaxbench.base.scopes import SCAN, TRITON
 from jaxbench.forecast.costs import Measured
 from jaxbench.forecast.tables import load
 from jaxbench.jax_internals import READS_HOST
@@ -27,7 +28,6 @@ from jaxbench.xla import host_copies, schedule
 from jaxbench.xla.custom_calls import quantized_matmuls
 from jaxbench.xla.kernels import launches_kernel
 from jaxbench.xla.rewrites import COLLECTIVES
-from jaxbench.xla.timeline import SCAN
 
 pytestmark = needs_compiler
 LIMIT_GIB = H100.memory_limit / 2**30
@@ -498,7 +498,7 @@ def test_kernels_of_mamba2_run_once_per_pass_and_tell_what_they_cost(mamba2):
 
 @pytest.mark.nightly
 def test_xla_in_place_of_the_kernels_is_an_error(mamba2):
-    text = mamba2.compiled.as_text().replace("__gpu$xla.gpu.triton", "something_else")
+    text = mamba2.compiled.as_text().replace(TRITON, "something_else")
     plain = SimpleNamespace(as_text=lambda: text)
     with (
         jax.set_mesh(mamba2.mesh),

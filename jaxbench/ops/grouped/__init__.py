@@ -25,10 +25,11 @@ from jaxtyping import Array, Float
 
 from jaxbench import mesh
 from jaxbench.base.hardware import Capability
+from jaxbench.base.scopes import TRITON
 from jaxbench.ops import implementations, quantized
 from jaxbench.ops.grouped import xla
 from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, Scales, equal_groups, group
-from jaxbench.ops.implementations import HOPPER, TRITON, Task, lazy
+from jaxbench.ops.implementations import HOPPER, Task, lazy
 from jaxbench.recipe.settings import BLOCKS, Execution
 
 __all__ = [

@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxbench.base.scopes import HADAMARD
 from jaxbench.ops.quantized.block_formats import split
 
 SIZE = 16
-
-SCOPE = "hadamard"
-"""The scope of the transform's operations, which are not part of a quantized matmul."""
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The signs, which are fixed (NVIDIA/TransformerEngine jax/quantize/hadamard.py)."""
@@ -36,6 +34,6 @@ def transformed(x: Array, axis: int) -> Array:
     """Multiplies each 16 consecutive elements of `x` along `axis` by `matrix`, and returns the
     dtype of `x`."""
     summed = ((axis + 1,), (0,)), ((), ())
-    with jax.named_scope(SCOPE):
+    with jax.named_scope(HADAMARD):
         turned = jax.lax.dot_general(split(x, axis, SIZE), matrix(x.dtype), summed)
     return jnp.moveaxis(turned, -1, axis + 1).reshape(x.shape)

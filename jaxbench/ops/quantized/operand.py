@@ -8,14 +8,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
+from jaxbench.base.scopes import QUANTIZED
 from jaxbench.ops import draws
 from jaxbench.ops.dense import contract, einsum_dims, experts_dim
 from jaxbench.ops.quantized.per_tensor import VALUES, quantize
 from jaxbench.recipe.settings import Precision
-
-QUANTIZED = "quantized."
-"""The scope of a quantized matmul, and of what makes its operands, starts with this (`xla.timeline`
-reads it)."""
 
 
 @jax.tree_util.register_dataclass

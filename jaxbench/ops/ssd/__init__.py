@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from jaxtyping import Array, Float
 
 from jaxbench.base.hardware import Capability
+from jaxbench.base.scopes import TRITON
 from jaxbench.ops import implementations
-from jaxbench.ops.implementations import HOPPER, TRITON, Task, lazy
+from jaxbench.ops.implementations import HOPPER, Task, lazy
 from jaxbench.ops.ssd import xla
 from jaxbench.ops.ssd.parts import Dims, Parameters
 from jaxbench.recipe.mixers import MambaConfig

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxbench.base.scopes import SCAN
 from jaxbench.ops.ssd.parts import Dims, Parameters
 from jaxbench.recipe.mixers import SSD_CHUNK
 
@@ -35,7 +36,7 @@ def group(
     x, b, c = jnp.split(convolved, [dims.inner, dims.inner + dims.state], axis=-1)
     x = x.reshape(*x.shape[:2], dims.heads, dims.head_dim)
     dt = jax.nn.softplus(dt.astype(jnp.float32) + parameters.dt_bias)
-    with jax.named_scope("ssd.scan"):  # for profiles
+    with jax.named_scope(SCAN):
         y = scan(x, dt, -jnp.exp(parameters.a_log), b, c)
     y += parameters.d[:, None] * x
     y = y.reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxbench.base.scopes import SCAN
 from jaxbench.ops.ssd.pallas.conv import conv_silu
 from jaxbench.ops.ssd.pallas.gate import gate_norm
 from jaxbench.ops.ssd.pallas.scan import scan
@@ -76,7 +77,7 @@ mixer.defvjp(_forward, _backward)
 def _mixer(dims: Dims, tuning: Tuning | None, projected, parameters: Parameters):
     tuning = tuning or tuning_of_mesh()
     u = conv_silu(dims, projected, parameters.taps, parameters.bias)
-    with jax.named_scope("ssd.scan"):  # for profiles and plans
+    with jax.named_scope(SCAN):
         dt, a = _times(dims, projected, parameters)
         y = scan(tuning, dims, u, dt, a, parameters.d.reshape(-1))
     return gate_norm(dims, y, projected, parameters.gain)

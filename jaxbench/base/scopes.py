@@ -1,0 +1,15 @@
+"""Names that operators give to what they compute. Plans and checks find it by them in a compiled
+program."""
+
+SCAN = "ssd.scan"
+"""Part of the scope of every kernel of the Mamba-2 scan."""
+
+QUANTIZED = "quantized."
+"""The scope of a quantized matmul, and of what makes its operands, begins with this. The name of
+the weight follows."""
+
+HADAMARD = "hadamard"
+"""The scope of Hadamard transforms, which are not part of the matmul in whose scope they are."""
+
+TRITON = "__gpu$xla.gpu.triton"
+"""The target of the custom calls that Pallas kernels compile to."""
