@@ -239,7 +239,8 @@ class MlpConfig:
 
 
 SLOTS = 128
-"""The slots of an expert are a multiple of this, so that all tiles of its matmuls are full."""
+"""The slots of an expert are a multiple of this, so that all tiles of its matmuls are full. It is
+large enough for an efficient matmul and small enough that little is padded."""
 
 
 @dataclass(frozen=True, kw_only=True)

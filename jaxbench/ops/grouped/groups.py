@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-BLOCK = 128
-"""Rows of a block, all of one group. The size is large enough for an efficient matmul and small
-enough that little is padded."""
+from jaxbench.recipe.mixers import SLOTS
+
+BLOCK = SLOTS
+"""Rows of a block, all of one group."""
 
 NONE = 2**31 - 1
 """Index of a row of padding. It lies beyond every array, so gathers fill in zeros."""
