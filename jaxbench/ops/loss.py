@@ -50,12 +50,19 @@ def cross_entropy(
     With `gradients_first` the loss is available only after both gradients are. Otherwise XLA may
     compute the gradients at the end of the step and keep the stack until then.
     """
-    return _sharded(hidden, head, targets, masked, gradients_first, gradients=False)[0]
+    return _forward(hidden, head, targets, masked, gradients_first)[0]
 
 
 def _forward(hidden, head, targets, masked, gradients_first):
-    loss, *gradients = _sharded(hidden, head, targets, masked, gradients_first, gradients=True)
-    return loss, gradients
+    """(loss, (d hidden, d head)) on the current mesh."""
+    # Gradients are unreduced over the axes over which their arrays are reduced, so no sum over
+    # these axes is needed.
+    for x, axes in ((hidden, {mesh.TENSOR}), (head, set(mesh.REPLICAS))):
+        assert jax.typeof(x).sharding.spec.reduced == mesh.spec("", {}, reduced=axes).reduced
+    shards = tuple(axis for _, axes in mesh.gathered_dims(head) for axis in axes)
+    local = partial(_local, shards=shards, masked=masked, gradients_first=gradients_first)
+    out_specs = PartitionSpec(), (mesh.cotangent_spec(hidden), mesh.cotangent_spec(head))
+    return mesh.on_each_device(local, out_specs, check_vma=False)(hidden, head, targets)
 
 
 def _backward(masked, gradients_first, residuals, cotangent):
@@ -70,32 +77,9 @@ def _backward(masked, gradients_first, residuals, cotangent):
 cross_entropy.defvjp(_forward, _backward)
 
 
-def _sharded(hidden, head, targets, masked: bool, gradients_first: bool, *, gradients: bool):
-    """(loss, d hidden, d head) on the current mesh; only (loss,) without `gradients`."""
-    # Gradients are unreduced over the axes over which their arrays are reduced, so no sum over
-    # these axes is needed.
-    for x, axes in ((hidden, {mesh.TENSOR}), (head, set(mesh.REPLICAS))):
-        assert jax.typeof(x).sharding.spec.reduced == mesh.spec("", {}, reduced=axes).reduced
-    d_specs = [mesh.cotangent_spec(x) for x in (hidden, head) if gradients]
-    shards = tuple(axis for _, axes in mesh.gathered_dims(head) for axis in axes)
-    options = {"masked": masked, "gradients_first": gradients_first, "gradients": gradients}
-    local = partial(_local, shards=shards, **options)
-    out_specs = (PartitionSpec(), *d_specs)
-    return mesh.on_each_device(local, out_specs, check_vma=False)(hidden, head, targets)
-
-
-def _local(
-    hidden,
-    head,
-    targets,
-    *,
-    shards: tuple[str, ...],
-    masked: bool,
-    gradients_first: bool,
-    gradients: bool,
-):
-    """Computes one device's tokens with its columns of the vocabulary. The `embed` dimension of the
-    head is split over the axes `shards`."""
+def _local(hidden, head, targets, *, shards: tuple[str, ...], masked: bool, gradients_first: bool):
+    """The results of `_forward` on one device, for its tokens and its columns of the vocabulary.
+    The `embed` dimension of the head is split over the axes `shards`."""
     token_axes = (*mesh.SEQUENCES, mesh.CONTEXT)
     counted_tokens = targets.size * jax.lax.axis_size(token_axes)
     if masked:
@@ -118,17 +102,12 @@ def _local(
         target = jax.lax.psum(_picked(logits, column, largest), mesh.TENSOR)
         is_counted = (targets != MASKED)[:, None] if masked or padded else True
         loss += jnp.sum(jnp.where(is_counted, jnp.log(sum_exp) - target, 0.0))
-        if not gradients:
-            return loss, None
         is_target = jnp.arange(columns) == column
         probability = jnp.exp(logits - largest) / sum_exp
         d_logits = jnp.where(is_counted, (probability - is_target) / counted_tokens, 0.0)
         return loss, d_logits.astype(hidden.dtype)
 
     chunks = _chunks(hidden, chunk, 0), _chunks(targets, chunk, MASKED)
-    if not gradients:
-        loss, _ = scan_allocated(step, jnp.zeros(()), chunks)
-        return (jax.lax.psum(loss, token_axes) / counted_tokens,)
 
     def part(_, carry, chunks):
         loss, d_head = carry
@@ -152,7 +131,7 @@ def _local(
         d_head = jax.lax.psum_scatter(d_head, shards, scatter_dimension=0, tiled=True)
     if padded:
         d_hidden = d_hidden.reshape(-1, hidden.shape[-1])[: targets.size]
-    return loss, d_hidden.reshape(hidden.shape), d_head
+    return loss, (d_hidden.reshape(hidden.shape), d_head)
 
 
 def chunk_tokens(tokens: int) -> int:
