@@ -192,6 +192,11 @@ def partition(x: Any) -> tuple:
     return jax.typeof(x).sharding.spec.partitions
 
 
+def spec_of(x: Any) -> PartitionSpec:
+    """The partition of an array, a tracer or a type, without its marks."""
+    return PartitionSpec(*partition(x))
+
+
 def axes(dim: str) -> tuple[str, ...]:
     """The axes with more than one rank over which a logical dimension of an activation is split."""
     return used(*_as_axes(ACTIVATION[dim]))
@@ -226,7 +231,7 @@ def pinned(x: jax.Array) -> jax.Array:
     one in its type. Without it Shardy may propagate another partition from neighbouring operations:
     it then refuses a matmul whose result is unreduced, or takes a rank's part from a copy that it
     gathered."""
-    return on_each_device(lambda x: x, PartitionSpec(*partition(x)))(x)
+    return on_each_device(lambda x: x, spec_of(x))(x)
 
 
 def sum_seq(x: jax.Array, axis: int | tuple[int, ...] = 1) -> jax.Array:
@@ -246,7 +251,7 @@ def next_in_seq(x: jax.Array, last: int) -> jax.Array:
         at_end = jax.lax.axis_index(CONTEXT) == ranks - 1
         return jnp.concatenate([x[:, 1:], jnp.where(at_end, last, first)], axis=1)
 
-    return on_each_device(local, PartitionSpec(*partition(x)), check_vma=False)(x)
+    return on_each_device(local, spec_of(x), check_vma=False)(x)
 
 
 def whole_seq(length: int) -> int:
@@ -279,7 +284,7 @@ def accumulating(w: jax.Array) -> jax.Array:
 
 def unmarked(w: jax.Array) -> jax.Array:
     """An `accumulating` weight without its mark, for use outside differentiation."""
-    return jax.sharding.reshard(w, PartitionSpec(*partition(w)))
+    return jax.sharding.reshard(w, spec_of(w))
 
 
 Gathered = list[tuple[int, tuple[str, ...]]]
@@ -371,7 +376,7 @@ def per_device() -> PartitionSpec:
 
 def zero_gradient(w: jax.Array, dtype) -> jax.Array:
     """Zeros to which gradients of an `accumulating` weight can be added."""
-    zeros = jnp.zeros(w.shape, dtype, out_sharding=PartitionSpec(*partition(w)))
+    zeros = jnp.zeros(w.shape, dtype, out_sharding=spec_of(w))
     return jax.sharding.reshard(zeros, cotangent_spec(w))
 
 

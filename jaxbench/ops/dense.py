@@ -124,6 +124,6 @@ def broadcast_vector(
 ) -> jax.Array:
     """Broadcasts a vector to the shape of `x`, along the dimensions `dims` of `x`, by default its
     last ones. The vector's gradient stays local to each rank."""
-    sharding = PartitionSpec(*mesh.partition(x))
+    sharding = mesh.spec_of(x)
     dims = range(x.ndim - vector.ndim, x.ndim) if dims is None else dims
     return jax.lax.broadcast_in_dim(vector, x.shape, dims, out_sharding=sharding)

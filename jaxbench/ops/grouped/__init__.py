@@ -144,7 +144,7 @@ def biased(
         blocks = y.reshape(-1, BLOCK, *y.shape[1:]).astype(jnp.float32)
         return (blocks + of_blocks[:, None]).astype(y.dtype).reshape(y.shape)
 
-    spec = PartitionSpec(*mesh.partition(y))
+    spec = mesh.spec_of(y)
     return mesh.on_each_device(local, spec)(y, bias, groups.group)
 
 

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh
@@ -170,7 +169,7 @@ def split_batch(arrays: Any, parts: int) -> list:
     if parts == 1:
         return [arrays]
     flat, structure = jax.tree.flatten(arrays)
-    specs = [parts * [PartitionSpec(*mesh.partition(x))] for x in flat]
+    specs = [parts * [mesh.spec_of(x)] for x in flat]
     split = mesh.on_each_device(lambda arrays: [jnp.split(x, parts) for x in arrays], specs)(flat)
     return [jax.tree.unflatten(structure, part) for part in zip(*split, strict=True)]
 
@@ -179,7 +178,7 @@ def join_batch(parts: list) -> Any:
     """The inverse of `split_batch`."""
     if len(parts) == 1:
         return parts[0]
-    specs = jax.tree.map(lambda x: PartitionSpec(*mesh.partition(x)), parts[0])
+    specs = jax.tree.map(mesh.spec_of, parts[0])
     join = mesh.on_each_device(
         lambda parts: jax.tree.map(lambda *shares: jnp.concatenate(shares), *parts), specs
     )

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Num
 
 from jaxbench import mesh
@@ -126,7 +125,7 @@ def random_logits(
         drawn = jax.vmap(lambda s: jax.vmap(lambda t: draw(s, t))(tokens))(sequences)
         return drawn + log_shares(of_layer, cfg) if skewed else drawn
 
-    spec = PartitionSpec(*mesh.partition(logits))
+    spec = mesh.spec_of(logits)
     draw = mesh.on_each_device(local, spec, check_vma=False)
     drawn = draw(logits, jnp.asarray(counters.sequence), jnp.asarray(counters.layer))
     return drawn + (logits - jax.lax.stop_gradient(logits))
@@ -201,7 +200,7 @@ def _mean_of_rank(x: Float[Array, "B E"]) -> Float[Array, "B E"]:
     def local(x):
         return jnp.broadcast_to(jnp.mean(x, axis=0), x.shape)
 
-    return mesh.on_each_device(local, PartitionSpec(*mesh.partition(x)))(x)
+    return mesh.on_each_device(local, mesh.spec_of(x))(x)
 
 
 class RoutingFigures(NamedTuple):

@@ -81,7 +81,7 @@ def _forward(matmul, x, weight, observed, stored, scale_inv):
         return y, data.reshape(x.shape), scale_inv_x[None], amax[None]
 
     per_device = mesh.per_device()
-    specs = matmul.y_spec, PartitionSpec(*mesh.partition(x)), per_device, per_device
+    specs = matmul.y_spec, mesh.spec_of(x), per_device, per_device
     run = mesh.on_each_device(local, specs, check_vma=False)
     y, data, scale_inv_x, amax = run(x, stored, scale_inv)
     return y, (data, scale_inv_x, amax, stored, scale_inv, observed)

@@ -41,7 +41,7 @@ def _forward(x, weight, observed, stored, scale_inv, matmul):
             y = matmul.result(quantized, scale_inv_x, weight, scale_inv[1])
         return y, quantized, amax[None]
 
-    specs = matmul.y_spec, PartitionSpec(*mesh.partition(x)), mesh.per_device()
+    specs = matmul.y_spec, mesh.spec_of(x), mesh.per_device()
     run = mesh.on_each_device(local, specs, check_vma=False)
     y, quantized, amax = run(x, stored, scale_inv, matmul)
     return y, (quantized, save(amax, ALWAYS), stored, scale_inv, observed, matmul)
