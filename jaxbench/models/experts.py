@@ -1,8 +1,5 @@
 """The mixture of experts: many feed-forward layers; each token uses a few of them."""
 
-from collections.abc import Callable
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -84,10 +81,8 @@ class Experts(nnx.Module):
             dims, outer = "embed latent", (cfg.embed, mixer.latent)
             into = normal(k_into, cfg, dims, outer, fan_in=cfg.embed)
             out_of = normal(k_out_of, cfg, dims, outer, fan_in=mixer.latent, residual=True)
-            self.into_latent, self.out_of_latent = (
-                Weight(into, quantized=True),
-                Weight(out_of, quantized=True),
-            )
+            self.into_latent = Weight(into, quantized=True)
+            self.out_of_latent = Weight(out_of, quantized=True)
         self.biases = Biases(cfg, mixer, key=k_bias) if mixer.biases else None
 
     def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
@@ -124,7 +119,9 @@ class Experts(nnx.Module):
             y = save(y, "latent")
             y = dense.dot("BSL,DL->BSD", y, self.out_of_latent, "batch shard_seq embed")
             y = mesh.pinned(y)
-        return (y if self.shared is None else y + self.shared(x, ctx)[0]), (figures,)
+        if self.shared is not None:
+            y += self.shared(x, ctx)[0]
+        return y, (figures,)
 
     def _routed(
         self, part: tuple[Array, Array, Array], implementation: str, number: int
@@ -154,22 +151,20 @@ class Experts(nnx.Module):
         inner, dims = ("PF", "part expert_ffn") if self.gated else ("F", "expert_ffn")
         equation, dims = f"ERD,ED{inner}->ER{inner}", f"experts capacity {dims}"
         up = dense.dot(equation, tokens, into, dims)
-        up = self._with_bias(up, partial(dense.biased, dims=(0, *range(2, up.ndim))))
-        hidden, dims = self._hidden(up, slot_gates), "experts capacity embed"
-        return dense.dot("ERF,EDF->ERD", hidden, down, dims)
+        if self.biases is not None:
+            up = dense.biased(up, self.biases.up[...], (0, *range(2, up.ndim)))
+        hidden = self._hidden(up, slot_gates)
+        return dense.dot("ERF,EDF->ERD", hidden, down, "experts capacity embed")
 
     def _grouped_matmuls(
         self, tokens: Array, slot_gates: Array, groups: grouped.Groups, implementation: str,
         into: ExpertWeight, down: ExpertWeight,
     ) -> Array:  # fmt: skip
         up = grouped.to_permuted(implementation, tokens, into, groups)
-        up = self._with_bias(up, partial(grouped.biased, groups=groups))
+        if self.biases is not None:
+            up = grouped.biased(up, self.biases.up[...], groups)
         hidden = self._hidden(up, slot_gates)
         return grouped.from_permuted(implementation, hidden, down, groups)
-
-    def _with_bias(self, up: Array, biased: Callable[[Array, Array], Array]) -> Array:
-        """The first matmul's result with its bias."""
-        return up if self.biases is None else biased(up, self.biases.up[...])
 
     def _output_biases(self, biases: Array, gates: Array, experts: Array, kept: Array) -> Array:
         """The sum of bias times gate over a token's experts. `kept` is false for an assignment that
