@@ -7,6 +7,7 @@ the experts, is the one that is gathered for use, usually `embed`.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -56,6 +57,16 @@ class Vector(nnx.Param):
 class LoadBias(nnx.Param):
     """The bias of each expert in the router's choice, in fp32. Its gradient is the load of the
     expert, and the optimizer moves it by that (`train.optimizer.balance`)."""
+
+
+def with_values(kind: type[nnx.Variable], function: Callable[[Array], Array], tree: Any) -> Any:
+    """The tree with a function applied to the value of each of its variables of a kind."""
+
+    def replaced(variable: Any) -> Any:
+        is_kind = isinstance(variable, kind)
+        return variable.replace(function(variable[...])) if is_kind else variable
+
+    return jax.tree.map(replaced, tree, is_leaf=dense.is_variable)
 
 
 def sum_dtype(variable: Any, precision: Precision) -> Any:

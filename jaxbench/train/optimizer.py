@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxbench.models.layers import LoadBias, Vector
+from jaxbench.models.layers import LoadBias, Vector, with_values
 from jaxbench.ops.dense import is_variable
 from jaxbench.recipe.settings import Optimizer
 
@@ -61,11 +61,7 @@ def moments_in_bf16(inner: optax.GradientTransformation) -> optax.GradientTransf
 
 def without_loads(grads: Tree) -> Tree:
     """The gradients, with zeros for each `LoadBias`, so that AdamW leaves these biases alone."""
-    return jax.tree.map(
-        lambda g: g.replace(jnp.zeros_like(g[...])) if isinstance(g, LoadBias) else g,
-        grads,
-        is_leaf=is_variable,
-    )
+    return with_values(LoadBias, jnp.zeros_like, grads)
 
 
 def balance(model: Tree, grads: Tree, rate: float) -> Tree:

@@ -31,17 +31,15 @@ from jaxbench.train.pipeline_ends import Ends, EndWeights, Output
 from jaxbench.train.pipeline_rank import Carry, Rank
 from jaxbench.train.pipeline_stages import Stages
 
-Values = tuple[jax.Array, routing.RoutingSummary]
-
 
 def accumulate(
     weights: Decoder,
     scaled: list[quantized.Scaled],
     batches: Sequences,
     run: Run,
-) -> tuple[tuple[Values, Decoder], list[jax.Array]]:
-    """(((mean loss, routing figures), gradients), observed amax) over all microbatches of a step,
-    with the same types as one forward and backward pass without a pipeline.
+) -> tuple[jax.Array, routing.RoutingSummary, Decoder, list[jax.Array]]:
+    """(mean loss, routing figures, gradients, observed amax) over all microbatches of a step, with
+    the same types as one forward and backward pass without a pipeline.
 
     `weights` come from `mesh.accumulating`, and `scaled` from `Quantization.scaled`. Tokens and
     targets of the `batches` are `"microbatch batch seq"`.
@@ -66,7 +64,7 @@ def accumulate(
         grads.embedding = jax.tree.map(jnp.add, embedding, tied.embedding)
     else:
         grads.head = weights.head.replace(d_head)
-    return ((loss, _mean_figures(figures, run.microbatch * run.batch_ranks)), grads), observed
+    return loss, _mean_figures(figures, run.microbatch * run.batch_ranks), grads, observed
 
 
 class _Pipeline:

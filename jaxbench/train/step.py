@@ -15,7 +15,7 @@ import optax
 from jaxbench import mesh
 from jaxbench.models.context import Sequences
 from jaxbench.models.decoder import Decoder
-from jaxbench.models.layers import DTYPES, Weight, sum_dtype
+from jaxbench.models.layers import DTYPES, Weight, sum_dtype, with_values
 from jaxbench.ops import quantized
 from jaxbench.ops.dense import is_variable
 from jaxbench.ops.layer_stack import LayerLoop, after_backward
@@ -92,6 +92,15 @@ class Gradients(NamedTuple):
     histories: quantized.Histories
 
 
+class Sums(NamedTuple):
+    """What is summed over microbatches: shares of the loss and of the routing figures, and
+    gradients."""
+
+    loss: jax.Array
+    figures: RoutingSummary
+    gradients: Decoder
+
+
 def gradients(state: State, tokens: jax.Array, targets: jax.Array, run: Run) -> Gradients:
     """Loss and gradients of all microbatches.
 
@@ -114,11 +123,11 @@ def gradients(state: State, tokens: jax.Array, targets: jax.Array, run: Run) -> 
         return loss, (figures, loop.written)
 
     def one_microbatch(batch, stashes=()):
-        """(((loss, routing figures), gradients), observed amax, stashes)."""
+        """(the microbatch's part of the sums, observed amax, stashes)."""
         (loss, (figures, stashes)), (grads, observed) = jax.value_and_grad(
             loss_share, argnums=(0, 1), has_aux=True
         )(weights, quantization.probes, stashes, batch)
-        return ((loss, figures), grads), observed, stashes
+        return Sums(loss, figures, grads), observed, stashes
 
     def add_microbatch(carry, batch):
         total, largest, stashes = carry
@@ -138,22 +147,21 @@ def gradients(state: State, tokens: jax.Array, targets: jax.Array, run: Run) -> 
         from jaxbench.train import pipeline  # only these runs need it
 
         scaled = quantization.scaled(quantization.probes)
-        total, observed = pipeline.accumulate(weights, scaled, batches, run)
+        loss, figures, grads, observed = pipeline.accumulate(weights, scaled, batches, run)
+        total = Sums(loss, figures, grads)
     elif run.accumulation == 1:
         total, observed, _ = one_microbatch(read(batches, 0))
     else:
         operands = weights, quantization.probes, (), read(batches, 0)
         loss, (figures, stashes) = jax.eval_shape(loss_share, *operands)
-        zeros = (
-            jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), (loss, figures)),
-            jax.tree.map(zero_gradient, weights, is_leaf=is_variable),
-        )
+        loss, figures = jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), (loss, figures))
+        zeros = Sums(loss, figures, jax.tree.map(zero_gradient, weights, is_leaf=is_variable))
         start = zeros, quantization.probes, allocate(stashes)
         (total, observed, _), _ = jax.lax.scan(add_microbatch, start, batches)
-    (loss, figures), grads = total
-    reduced = jax.tree.map(mesh.sum_replicas, grads, state.model)
+    reduced = jax.tree.map(mesh.sum_replicas, total.gradients, state.model)
     grads = jax.tree.map(lambda g, w: g.astype(w.dtype), reduced, state.model)
-    return Gradients(loss, figures, grads, quantization.next_histories(observed))
+    histories = quantization.next_histories(observed)
+    return Gradients(total.loss, total.figures, grads, histories)
 
 
 def first_sequences(step: jax.Array, tokens: jax.Array, seed: int) -> jax.Array:
@@ -180,11 +188,7 @@ def unmark_matrices(stacks: Any) -> Any:
     """Stacks of blocks whose matrices are not marked. A layer marks a matrix when it uses it, so
     its backward pass sums the gradient over replicas, and the matmuls of other layers hide that
     sum. Vectors stay marked, because each would cost the latency of a collective in every layer."""
-    return jax.tree.map(
-        lambda w: w.replace(mesh.unmarked(w[...])) if isinstance(w, Weight) else w,
-        stacks,
-        is_leaf=is_variable,
-    )
+    return with_values(Weight, mesh.unmarked, stacks)
 
 
 def make_program(run: Run) -> Any:
