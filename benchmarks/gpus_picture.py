@@ -6,7 +6,6 @@ all plans and the published figures.
 
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -26,26 +25,26 @@ STYLE = """<style>text{fill:#16191f}.faint{fill:#59616e}.paper{fill:#fff}.grid{s
 .grid{stroke:#333943}.bar{fill:#3f7fd1}.mark{fill:#fff;stroke:#14171c}}</style>"""
 
 
-def rows() -> list[dict[str, Any]]:
+def rows() -> list[listing.Row]:
     """The rows of the model for this number of GPUs, the slowest GPU first."""
-    found = [r for r in listing.rows() if r["recipe"].startswith(MODEL) and r["gpus"] == GPUS]
-    return sorted(found, key=lambda r: (PRECISIONS.index(precision(r)), r["forecast"]))
+    found = [r for r in listing.rows() if r.recipe.startswith(MODEL) and r.gpus == GPUS]
+    return sorted(found, key=lambda r: (PRECISIONS.index(precision(r)), r.forecast))
 
 
-def precision(row: dict[str, Any]) -> str:
+def precision(row: listing.Row) -> str:
     """The precision in the name of a row's recipe."""
-    return row["recipe"].removeprefix(MODEL)
+    return row.recipe.removeprefix(MODEL)
 
 
 def picture() -> str:
     """An SVG with a bar for each row, its 90 % interval, and a mark at the published figure."""
     every = rows()
-    reference = next(r["forecast"] for r in every if precision(r) == "fp8")
+    reference = next(r.forecast for r in every if precision(r) == "fp8")
     scale = Scale(low=0, high=SHOWN, start=LEFT, end=RIGHT)
     end = TOP + LINE * len(every)
     description = "; ".join(
-        f"{r['gpu'].name} {precision_name(precision(r))} {r['forecast']:,.0f}"
-        + (f", published {r['published'].rate:,.0f}" if r["ratio"] else "")
+        f"{r.gpu.name} {precision_name(precision(r))} {r.forecast:,.0f}"
+        + (f", published {r.published.rate:,.0f}" if r.ratio else "")
         for r in every
     )
     return "\n".join(
@@ -71,15 +70,15 @@ def picture() -> str:
     )
 
 
-def line(row: dict[str, Any], y: float, scale: Scale, reference: float) -> str:
+def line(row: listing.Row, y: float, scale: Scale, reference: float) -> str:
     """The bar of a row with what is written next to it."""
-    right, middle = scale.at(row["forecast"]), y + BAR / 2
-    ends = [scale.at(row["forecast"] * row["step_s"] / step_s) for step_s in row["interval"][::-1]]
-    at = scale.at(row["published"].rate) if row["ratio"] else None
+    right, middle = scale.at(row.forecast), y + BAR / 2
+    ends = [scale.at(row.forecast * row.step_s / step_s) for step_s in row.interval[::-1]]
+    at = scale.at(row.published.rate) if row.ratio else None
     return "".join(
         [
             f'<text x="{LEFT - 8}" y="{middle + 5}" text-anchor="end"><tspan font-weight="600">'
-            f"{row['gpu'].name}</tspan> {precision_name(precision(row))}</text>",
+            f"{row.gpu.name}</tspan> {precision_name(precision(row))}</text>",
             f'<rect class="bar" x="{LEFT}" y="{y}" width="{right - LEFT:.1f}" height="{BAR}"/>',
             f'<path class="interval" d="M{ends[0]},{middle}H{ends[1]}'
             + "".join(f"M{x},{middle - 4}v8" for x in ends)
@@ -88,8 +87,8 @@ def line(row: dict[str, Any], y: float, scale: Scale, reference: float) -> str:
             if at
             else "",
             f'<text x="{max(right, ends[1]) + 8:.1f}" y="{middle + 5}"><tspan font-weight="600">'
-            f'{round(row["forecast"], -2):,.0f}</tspan> <tspan class="faint">'
-            f"{row['forecast'] / reference:.1f} ×</tspan></text>",
+            f'{round(row.forecast, -2):,.0f}</tspan> <tspan class="faint">'
+            f"{row.forecast / reference:.1f} ×</tspan></text>",
         ]
     )
 

@@ -44,18 +44,16 @@ def plans() -> str:
     """The table of all plans as Markdown, above its comments. First the columns that most readers
     look for: the site hides the others until they are asked for."""
     comments, lines = planned.read()
-    rows = {
-        (row["recipe"], row["gpu"].name.lower(), str(row["gpus"])): row for row in listing.rows()
-    }
+    rows = {(row.recipe, row.gpu.name.lower(), str(row.gpus)): row for row in listing.rows()}
     table = []
     for line in lines:
         row = rows[line["recipe"], line["GPU"], line["GPUs"]]
         first = {
             "recipe": line["recipe"],
-            "GPU": row["gpu"].name,
+            "GPU": row.gpu.name,
             "GPUs": line["GPUs"],
-            "tokens/s per GPU": f"{row['forecast']:,.0f}",
-            "forecast / published": f"{row['ratio']:.2f}" if row["ratio"] else "",
+            "tokens/s per GPU": f"{row.forecast:,.0f}",
+            "forecast / published": f"{row.ratio:.2f}" if row.ratio else "",
             "fits": line["fits"],
         }
         table.append(first | {name: line[name] for name in line if name not in first})

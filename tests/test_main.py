@@ -112,7 +112,7 @@ def test_list_has_no_row_for_0_gpus(capsys):
 def test_list_says_what_it_leaves_out(capsys):
     assert main(["list", "llama31_8b_bf16"]) == 0
     assert "\n1 row for one GPU: --all" in capsys.readouterr().out
-    lines = [line for line in listing.rows() if line["recipe"] == "llama31_8b_bf16"]
+    lines = [line for line in listing.rows() if line.recipe == "llama31_8b_bf16"]
     assert listing.table(lines, 140)[1] == ()
     narrow, left_out = listing.table(lines, 80)
     assert left_out == ("90 % interval", "mesh", "layers", "batch")
@@ -134,7 +134,7 @@ def test_list_shows_intervals_and_says_how_far_forecasts_were_off(monkeypatch, c
 
 def test_list_is_filtered():
     lines = [*listing.rows()]
-    names = [line["recipe"] for line in listing.select(lines, ["llama", "405B"], "gb200", 256)]
+    names = [line.recipe for line in listing.select(lines, ["llama", "405B"], "gb200", 256)]
     assert names == [f"llama31_405b_{dtype}" for dtype in ("bf16", "fp8", "mxfp8", "nvfp4")]
     for words, gpu, gpus, message in (
         (["qwen", "mamba"], None, None, "no recipe has 'qwen' and 'mamba' in its name"),

@@ -2,8 +2,8 @@
 throughput."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from rich.table import Table
 
@@ -11,6 +11,7 @@ from jaxbench.base import hardware
 from jaxbench.base.errors import RecipeError, counted, meant
 from jaxbench.base.terminal import Parser, command, console, plain_table
 from jaxbench.recipe import planned, published, recipes
+from jaxbench.recipe.settings import Run
 
 EXAMPLES = """
     jaxbench list                            every model: its precisions, GPUs and numbers of GPUs
@@ -50,32 +51,52 @@ def make_parser() -> Parser:
     return parser
 
 
-def rows() -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True)
+class Row:
+    """A row of a recipe on a kind of GPU. `step_s` and `interval` are the forecast of its step and
+    the 90 % interval, in seconds. Figures are None if there is no forecast, or nothing published
+    for this work."""
+
+    run: Run
+    gpu: hardware.Gpu
+    step_s: float | None
+    interval: tuple[float, float] | None
+    published: published.Row | None
+
+    @property
+    def recipe(self) -> str:
+        """The name of the recipe."""
+        return self.run.recipe
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs."""
+        return self.run.gpus
+
+    @property
+    def forecast(self) -> float | None:
+        """Forecast tokens per second and GPU."""
+        return self.run.tokens_per_step / self.step_s / self.gpus if self.step_s else None
+
+    @property
+    def ratio(self) -> float | None:
+        """The forecast over the published figure of the same GPU."""
+        if self.forecast and self.published and self.published.gpu is self.gpu:
+            return self.forecast / self.published.rate
+        return None
+
+
+def rows() -> Iterator[Row]:
     """Every row of every recipe, except smoke rows. Rows for a GPU other than the H100 exist only
     if the recipe has a table for it."""
-    forecast = forecasts()
     for recipe in recipes.load_all():
         tables = {"h100": recipe.rows, **recipe.gpu_rows}
         names = [(gpu, row) for gpu, rows in tables.items() for row in rows if row != recipes.SMOKE]
         for name, row in names:
             gpu = hardware.PLANNED[name]
             run = recipes.resolve(recipe.on(gpu), row)
-            step_s, interval = forecast.get((recipe.name, name, run.gpus), (None, None))
-            rate = run.tokens_per_step / step_s / run.gpus if step_s else None
-            figure = published.lookup(run, gpu)
-            yield {
-                "recipe": recipe.name,
-                "gpu": gpu,
-                "gpus": run.gpus,
-                "layers": run.model.layers,
-                "mesh": run.mesh_text(),
-                "batch": run.batch.global_batch,
-                "step_s": step_s,
-                "interval": interval,
-                "forecast": rate,
-                "published": figure,
-                "ratio": rate / figure.rate if rate and figure and figure.gpu is gpu else None,
-            }
+            step_s, interval = forecasts().get((recipe.name, name, run.gpus), (None, None))
+            yield Row(run, gpu, step_s, interval, published.lookup(run, gpu))
 
 
 @cache
@@ -92,44 +113,44 @@ def forecasts() -> dict[tuple[str, str, int], tuple[float, tuple[float, float] |
 
 
 def select(
-    lines: Sequence[dict[str, Any]], words: Sequence[str], gpu: str | None, gpus: int | None
-) -> list[dict[str, Any]]:
+    lines: Sequence[Row], words: Sequence[str], gpu: str | None, gpus: int | None
+) -> list[Row]:
     """The rows whose recipe has all of the words in its name, for one GPU and one number of GPUs if
     these are given. If there is none, raises RecipeError with the nearest name."""
     kept, wanted = [*lines], []
     for word in words:
-        kept = [line for line in kept if word.lower() in line["recipe"]]
+        kept = [line for line in kept if word.lower() in line.recipe]
         wanted.append(repr(word))
         if not kept:
-            parts = {part for line in lines for part in line["recipe"].split("_")}
+            parts = {part for line in lines for part in line.recipe.split("_")}
             near = meant(word, sorted(parts))
             raise RecipeError(f"no recipe has {' and '.join(wanted)} in its name{near}")
-    names = {line["gpu"].name.lower() for line in kept}
+    names = {line.gpu.name.lower() for line in kept}
     if gpu and gpu not in names:
         raise RecipeError(f"--gpu {gpu}: these recipes have rows for {', '.join(sorted(names))}")
-    kept = [line for line in kept if gpu in (None, line["gpu"].name.lower())]
-    counts = sorted({line["gpus"] for line in kept})
+    kept = [line for line in kept if gpu in (None, line.gpu.name.lower())]
+    counts = sorted({line.gpus for line in kept})
     if gpus is not None and gpus not in counts:
         known = ", ".join(map(str, counts))
         raise RecipeError(
             f"--gpus {gpus}: these recipes have rows for {known} GPUs; jaxbench plan derives others"
         )
-    return [line for line in kept if gpus in (None, line["gpus"])]
+    return [line for line in kept if gpus in (None, line.gpus)]
 
 
-def overview(lines: Sequence[dict[str, Any]]) -> Table:
+def overview(lines: Sequence[Row]) -> Table:
     """A line for each model: its precisions, and the numbers of GPUs of its rows."""
     grid = plain_table()
     for heading in ("model", "precisions", "GPUs"):
         grid.add_column(heading, no_wrap=heading == "model")
-    models: dict[str, list[dict[str, Any]]] = {}
+    models: dict[str, list[Row]] = {}
     for line in lines:
-        models.setdefault(line["recipe"].rpartition("_")[0], []).append(line)
+        models.setdefault(line.recipe.rpartition("_")[0], []).append(line)
     for model, its in models.items():
-        precisions = dict.fromkeys(line["recipe"].rpartition("_")[2] for line in its)
+        precisions = dict.fromkeys(line.recipe.rpartition("_")[2] for line in its)
         counts: dict[str, set[int]] = {}
         for line in its:
-            counts.setdefault(line["gpu"].name, set()).add(line["gpus"])
+            counts.setdefault(line.gpu.name, set()).add(line.gpus)
         ranges = (
             f"{gpu} {'-'.join(dict.fromkeys(map(str, (min(n), max(n)))))}"
             for gpu, n in counts.items()
@@ -138,7 +159,7 @@ def overview(lines: Sequence[dict[str, Any]]) -> Table:
     return grid
 
 
-def table(lines: Sequence[dict[str, Any]], width: int) -> tuple[Table, Sequence[str]]:
+def table(lines: Sequence[Row], width: int) -> tuple[Table, Sequence[str]]:
     """The rows as a table for a terminal of `width` characters, and the columns that it has no
     room for."""
     shown = next(count for least, count in WIDTHS.items() if width >= least)
@@ -147,20 +168,20 @@ def table(lines: Sequence[dict[str, Any]], width: int) -> tuple[Table, Sequence[
         text = heading in ("recipe", "GPU", "mesh")
         grid.add_column(heading, justify="left" if text else "right", no_wrap=heading != "mesh")
     for line in lines:
-        row, forecast = line["published"], line["forecast"]
-        other = f" ({row.gpu.name})" if row and row.gpu is not line["gpu"] else ""
+        figure = line.published
+        other = f" ({figure.gpu.name})" if figure and figure.gpu is not line.gpu else ""
         cells = (
-            line["recipe"],
-            line["gpu"].name,
-            str(line["gpus"]),
-            f"{forecast:,.0f}" if forecast else "",
-            f"{row.rate:,.0f}{other}" if row else "",
-            f"{line['ratio']:.2f}" if line["ratio"] else "",
-            f"{line['step_s']:.3f}" if forecast else "",
-            "{:.3g} to {:.3g}".format(*line["interval"]) if line["interval"] else "",
-            line["mesh"],
-            str(line["layers"]),
-            str(line["batch"]),
+            line.recipe,
+            line.gpu.name,
+            str(line.gpus),
+            f"{line.forecast:,.0f}" if line.forecast else "",
+            f"{figure.rate:,.0f}{other}" if figure else "",
+            f"{line.ratio:.2f}" if line.ratio else "",
+            f"{line.step_s:.3f}" if line.step_s else "",
+            "{:.3g} to {:.3g}".format(*line.interval) if line.interval else "",
+            line.run.mesh_text(),
+            str(line.run.model.layers),
+            str(line.run.batch.global_batch),
         )
         grid.add_row(*cells[:shown])
     return grid, COLUMNS[shown:]
@@ -173,15 +194,15 @@ def main(argv: Sequence[str] | None) -> int:
     every = [*rows()]
     output = console()
     if not (args.words or args.gpu or args.gpus is not None or args.all):
-        output.print(overview([line for line in every if line["gpus"] > 1]))
-        example = every[0]["recipe"]
+        output.print(overview([line for line in every if line.gpus > 1]))
+        example = every[0].recipe
         output.print(OVERVIEW.format(recipe=example, model=example.rpartition("_")[0]))
         return 0
     lines = select(every, args.words, args.gpu, args.gpus)
-    kept = [line for line in lines if line["gpus"] > 1 or args.all] or lines
+    kept = [line for line in lines if line.gpus > 1 or args.all] or lines
     grid, left_out = table(kept, output.width)
     output.print(grid)
-    shown = len({line["recipe"] for line in kept})
+    shown = len({line.recipe for line in kept})
     errors = [comment for comment in planned.read()[0] if comment.startswith(planned.ERRORS)]
     about = "\n".join([f"{counted(len(kept), 'row')} of {counted(shown, 'recipe')}.", *errors])
     output.print(f"\n{about}{LEGEND}")
