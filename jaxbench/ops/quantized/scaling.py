@@ -105,8 +105,11 @@ class Quantization:
         the matmul quantizes those."""
         if not precision.quantized:
             return cls([], [], [])
-        of_stacks = partial(_quantize, histories=histories, precision=precision, seed=seed)
-        return cls(stacks, histories, list(map(of_stacks, stacks, range(len(stacks)))))
+        quantized = []
+        for number, stack in enumerate(stacks):
+            history = histories[number] if histories else None
+            quantized.append(_quantize(stack, number, history, precision, seed))
+        return cls(stacks, histories, quantized)
 
     @property
     def probes(self) -> list[jax.Array]:
@@ -139,14 +142,23 @@ class Quantization:
 
 
 def _quantize(
-    stack: nnx.Module, number: int, histories: Histories, precision: Precision, seed: int
+    stack: nnx.Module, number: int, history: jax.Array | None, precision: Precision, seed: int
 ) -> Scaled:
     """The `Scaled` of the stack of index `number`."""
-    scale_inv, stored = (
-        _per_tensor(stack, histories[number : number + 1], precision)
-        if precision.dtype == "fp8"
-        else (None, _quantize_blocks(stack, precision))
-    )
+    in_fp8 = precision.dtype == "fp8"
+    amax = _amax(stack, history) if in_fp8 else _weight_amax(stack)
+    scale_inv: Any = scale_invs_of(amax) if in_fp8 else None
+    stored: dict[str, Any] = {}
+    for n, (name, variable) in enumerate(quantized_weights(stack).items()):
+        if in_bf16(name, precision):
+            continue
+        w = variable[...]
+        if not in_fp8:
+            stored[name] = _quantize_stack(w, amax[:, n], precision, is_of_experts(variable))
+        elif precision.gather == "fp8":
+            stored[name] = _quantized(w, scale_inv[:, n, 1])
+        else:
+            stored[name] = w
     seeds = _seeds(stack, seed, number) if precision.draws else None
     return Scaled(
         stored=stored, scale_inv=scale_inv, observed=None, seeds=seeds, stack=number,
@@ -154,32 +166,13 @@ def _quantize(
     )  # fmt: skip
 
 
-def _per_tensor(
-    stack: nnx.Module, histories: Histories, precision: Precision
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(inverse scales, weights to gather) in FP8."""
-    if histories:
-        amax = jnp.max(histories[0], axis=-1)
-    else:  # current scaling: the matmul scales inputs and gradients
-        of_weights = _weight_amax(stack)
-        amax = jnp.zeros((*of_weights.shape, 3)).at[..., 1].set(of_weights)
-    scale_inv = scale_invs_of(amax)
-    stored = {
-        name: _quantized(w[...], scale_inv[:, n, 1]) if precision.gather == "fp8" else w[...]
-        for n, (name, w) in enumerate(quantized_weights(stack).items())
-        if not in_bf16(name, precision)
-    }
-    return scale_inv, stored
-
-
-def _quantize_blocks(stack: nnx.Module, precision: Precision) -> dict[str, Any]:
-    """The copies of all weights in a block-scaled format (`block_scaled.Copies`)."""
-    amax = _weight_amax(stack)
-    return {
-        name: _quantize_stack(w[...], amax[:, n], precision, is_of_experts(w))
-        for n, (name, w) in enumerate(quantized_weights(stack).items())
-        if not in_bf16(name, precision)
-    }
+def _amax(stack: nnx.Module, history: jax.Array | None) -> jax.Array:
+    """The amax from which the scales of FP8 follow, `[blocks, weights, 3]`. Under current scaling,
+    which has no history, the matmul itself scales inputs and gradients."""
+    if history is not None:
+        return jnp.max(history, axis=-1)
+    of_weights = _weight_amax(stack)
+    return jnp.zeros((*of_weights.shape, 3)).at[..., 1].set(of_weights)
 
 
 _quantize_stack = lazy("quantized.block_scaled.quantize_stack")
