@@ -32,14 +32,13 @@ class GroupParameters(nnx.Module):
     """Parameters of groups other than the projections: convolution, per-head scalars and norm gain,
     each `[groups, ..]` in fp32."""
 
-    def __init__(self, mamba: MambaConfig, *, key):
+    def __init__(self, groups: int, dims: ssd.Dims, *, key):
         k_taps, k_bias, k_dt, k_a = jax.random.split(key, 4)
-        groups, heads = mamba.groups, mamba.heads // mamba.groups
-        channels = mamba.inner + 2 * mamba.state
+        heads, channels = dims.heads, dims.channels
         per_group = mesh.spec("groups inner", mesh.VECTOR)
 
-        def uniform(key, shape, low, high, dims="groups inner"):
-            sharding = mesh.spec(dims, mesh.VECTOR)
+        def uniform(key, shape, low, high, names="groups inner"):
+            sharding = mesh.spec(names, mesh.VECTOR)
             draw = jax.random.uniform(key, shape, out_sharding=sharding)
             return low + (high - low) * draw
 
@@ -53,7 +52,7 @@ class GroupParameters(nnx.Module):
         self.dt_bias = Vector(dt + jnp.log(-jnp.expm1(-dt)))  # the inverse of softplus
         self.a_log = Vector(jnp.log(uniform(k_a, (groups, heads), *A_RANGE)))
         self.d = Vector(jnp.ones((groups, heads), out_sharding=per_group))
-        self.gain = Vector(jnp.ones((groups, mamba.inner), out_sharding=per_group))
+        self.gain = Vector(jnp.ones((groups, dims.inner), out_sharding=per_group))
 
 
 class Mamba2(nnx.Module):
@@ -76,7 +75,7 @@ class Mamba2(nnx.Module):
         shape = (cfg.embed, mamba.groups, self.dims.columns)
         in_proj = normal(k_in, cfg, "embed groups inner", shape, fan_in=cfg.embed)
         self.in_proj = Weight(in_proj, quantized=True)
-        self.groups = GroupParameters(mamba, key=k_groups)
+        self.groups = GroupParameters(mamba.groups, self.dims, key=k_groups)
         shape, fan_in = (cfg.embed, mamba.groups, mamba.inner), mamba.groups * mamba.inner
         out = normal(k_out, cfg, "embed groups inner", shape, fan_in=fan_in, residual=True)
         self.out = Weight(out, quantized=True)
