@@ -239,10 +239,11 @@ def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> li
     def choices(pattern: str, first: int) -> tuple[Policy, frozenset[int]]:
         """What the block whose first layer is `first` saves, and its mixers in bf16."""
         stop = first + len(pattern) // mixers
-        on_device, on_host = (
-            frozenset(name for name, layers in counts.items() if stop <= layers)
-            for counts in (saved or {}, offloaded)
-        )
+
+        def saved_here(counts: dict[str, int]) -> frozenset[str]:
+            return frozenset(name for name, layers in counts.items() if stop <= layers)
+
+        on_device, on_host = saved_here(saved or {}), saved_here(offloaded)
         policy = Policy(None if saved is None else on_device | on_host, on_host - on_device)
         quantized_layers = cfg.layers - precision.last_bf16_layers
         in_bf16 = (n for n in range(len(pattern)) if first + n // mixers >= quantized_layers)

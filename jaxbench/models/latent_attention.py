@@ -31,13 +31,13 @@ class LatentAttention(nnx.Module):
     def __init__(self, cfg: ModelConfig, mixer: LatentAttentionConfig, *, key):
         k_latent, k_query, k_kv, k_out = jax.random.split(key, 4)
         self.cfg = mixer
-        latents = mixer.query_latent, mixer.kv_latent
-        columns = sum(latents) + mixer.rope_dim
+        columns = mixer.query_latent + mixer.kv_latent + mixer.rope_dim
         self.latent = Weight(
             normal(k_latent, cfg, "embed latent", (cfg.embed, columns), fan_in=cfg.embed),
             quantized=True,
         )
-        self.query_norm, self.kv_norm = (RMSNorm(cfg, "latent", size) for size in latents)
+        self.query_norm = RMSNorm(cfg, "latent", mixer.query_latent)
+        self.kv_norm = RMSNorm(cfg, "latent", mixer.kv_latent)
 
         def project(key, latent, width):
             shape, dims = (latent, mixer.heads, width), "from_latent heads head_dim"

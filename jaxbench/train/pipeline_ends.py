@@ -74,11 +74,11 @@ class Ends:
     @property
     def observed(self) -> tuple[list, list]:
         """Zeros whose gradients are the amax that FP8 observes in the blocks before and behind."""
-        before, behind = (
-            [None if s is None else s.observed for s in scaled]
-            for scaled in (self.before_scaled, self.behind_scaled)
-        )
-        return before, behind
+
+        def of(all_scaled: list[quantized.Scaled | None]) -> list:
+            return [None if scaled is None else scaled.observed for scaled in all_scaled]
+
+        return of(self.before_scaled), of(self.behind_scaled)
 
     def enter(self, group: Any) -> tuple[jax.Array, Callable]:
         """(input of the first stage, VJP) of a group. The VJP returns gradients of weights, by

@@ -160,10 +160,11 @@ def _operand(name: str, x: Blocks, rows: tuple[int, ...], index: Callable) -> In
         scales = as_bytes(scales)
     if len(rows) == 1:
         values, scales = values[0], scales[0]
-    blocks = (pl.BlockSpec((*rows, part.shape[-1]), index) for part in (values, scales))
-    return dict(
-        zip((name, f"{name}_scales"), zip((values, scales), blocks, strict=True), strict=True)
-    )
+
+    def with_block(part: Array) -> tuple[Array, pl.BlockSpec]:
+        return part, pl.BlockSpec((*rows, part.shape[-1]), index)
+
+    return {name: with_block(values), f"{name}_scales": with_block(scales)}
 
 
 def _scale(a: Blocks, b: Blocks) -> Inputs:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh
@@ -104,20 +105,18 @@ def dispatch(
         slot_gates = permute(slot_gates, groups.place[:, None], groups.row)
         return tokens, save(slot_gates[:, 0], ALWAYS), routes._replace(groups=groups)
 
+    def spec(dims: str) -> PartitionSpec:
+        return mesh.spec(dims, mesh.ACTIVATION)
+
     local = dropless if cfg.dropless else with_capacity
     dims = "slots" if cfg.dropless else "experts capacity"
-    tokens_spec, gates_spec, slot_spec, slots_spec = (
-        mesh.spec(dims, mesh.ACTIVATION)
-        for dims in (f"{dims} embed", dims, "batch shard_seq assignment", "slots")
-    )
     routes_spec = Routes(
-        slot_spec,
-        None if cfg.dropless and ranks == 1 else slots_spec,
-        slots_spec if cfg.dropless else None,
+        slot=spec("batch shard_seq assignment"),
+        assignment=None if cfg.dropless and ranks == 1 else spec("slots"),
+        groups=spec("slots") if cfg.dropless else None,
     )
-    tokens, slot_gates, routes = mesh.on_each_device(local, (tokens_spec, gates_spec, routes_spec))(
-        x, gates, experts
-    )
+    out_specs = spec(f"{dims} embed"), spec(dims), routes_spec
+    tokens, slot_gates, routes = mesh.on_each_device(local, out_specs)(x, gates, experts)
     return save(tokens, "dispatched"), slot_gates, routes
 
 

@@ -115,7 +115,8 @@ def random_logits(
     def local(logits, first, layer):
         of_layer = jax.random.fold_in(jax.random.key(0), layer)
         key = jax.random.fold_in(of_layer, counters.depth)
-        sequences, tokens = map(mesh.indices, ("batch", "shard_seq"), logits.shape[:2])
+        sequences = mesh.indices("batch", logits.shape[0])
+        tokens = mesh.indices("shard_seq", logits.shape[1])
         sequences += first
 
         def draw(sequence, token):

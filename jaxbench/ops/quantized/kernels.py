@@ -100,14 +100,14 @@ class _Tiles:
         self.share = 1.0
         if rows:
             self.share = rows.expected / (self.experts * self.tokens)
-            spans = self.grid[1]
-            filled, index = (
-                pl.BlockSpec((size,), lambda e, t, f: (e * spans + t,)) for size in (1, SPAN)
-            )
-            self.inputs["filled"] = rows.filled, filled
+            self.inputs["filled"] = rows.filled, self.of_span(1)
             if rows.index is not None:
                 self.inputs["x"] = x[0], whole(x[0])
-                self.inputs["index"] = rows.index, index
+                self.inputs["index"] = rows.index, self.of_span(SPAN)
+
+    def of_span(self, size: int) -> pl.BlockSpec:
+        """The block of an array with so many numbers for each span of rows."""
+        return pl.BlockSpec((size,), lambda e, t, f: (e * self.grid[1] + t,))
 
     def touched(self, outputs: dict[str, Output]) -> dict[str, int]:
         """Bytes of the arrays, reduced to the share of the expected rows."""
@@ -268,8 +268,9 @@ def _largest(size: int, most: int) -> int:
 def multiplied(total: Array, a: Array, b: Array, scales_a: Array, scales_b: Array) -> Array:
     """`jax_internals.block_scaled_product`."""
     of = NVFP4 if a.dtype == jnp.uint8 else MXFP8
-    wide = (
-        dequantized(Blocks(values, scales).unpacked(of))
-        for values, scales in ((as_bytes(a), as_bytes(scales_a)), (as_bytes(b), as_bytes(scales_b)))
-    )
-    return total + jnp.einsum("mk,nk->mn", *wide, precision=jax.lax.Precision.HIGHEST)
+
+    def wide(values: Array, scales: Array) -> Array:
+        return dequantized(Blocks(as_bytes(values), as_bytes(scales)).unpacked(of))
+
+    exact = jax.lax.Precision.HIGHEST
+    return total + jnp.einsum("mk,nk->mn", wide(a, scales_a), wide(b, scales_b), precision=exact)

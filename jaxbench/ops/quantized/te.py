@@ -125,10 +125,8 @@ class _Shapes:
 
     def __init__(self, matmul: Matmul):
         x_dims, w_dims, out = matmul.dims
-        summed, kept = [
-            "".join(dim for dim in dims if (dim in out) == shown)
-            for dims, shown in ((x_dims, False), (w_dims, True))
-        ]
+        summed = "".join(dim for dim in x_dims if dim not in out)
+        kept = "".join(dim for dim in w_dims if dim in out)
         assert x_dims.endswith(summed)
         assert out.endswith(kept)
         assert w_dims in (summed + kept, kept + summed)
