@@ -117,28 +117,36 @@ def _check_quantized(program: Program, run: Run) -> None:
             f"expected {mode}, for {what}"
         )
     compiled = custom_calls.quantized_matmuls(program, dtype)
-    parts = segments(run.model, run.execution, run.precision)
-    if run.model.prediction:
-        further = prediction_segment(run.model, run.execution, run.precision)
-        parts += run.model.prediction.depth * [further]
     in_fp8 = dtype == run.precision.gather == "fp8"
     hint = "; precision.gather=bf16 may help" if in_fp8 else ""
+    for name, expected in _expected_matmuls(run).items():
+        runs, others = compiled[name, True], compiled[name, False]
+        if runs < expected or others:
+            raise RunFailed(
+                f"{dtype.upper()} was asked for, but matmul {name} runs {runs} times in it and "
+                f"{others} times in other formats; expected at least {expected} and 0{hint}"
+            )
+
+
+def _expected_matmuls(run: Run) -> dict[str, int]:
+    """How often a device multiplies by each quantized weight in a step, without recomputation: the
+    forward matmul and both gradients, in each block, microbatch and part of the experts."""
+    applied = segments(run.model, run.execution, run.precision)
+    if run.model.prediction:
+        further = prediction_segment(run.model, run.execution, run.precision)
+        applied += run.model.prediction.depth * [further]
+    expected = {}
     for stack, block in enumerate(abstract_state(run).model.stacks):
         for path, weight in quantized.quantized_weights(block).items():
-            position = int(path.split(".")[1])
             if quantized.in_bf16(path, run.precision):
                 continue
-            repeats = sum(
-                part.repeats.stop - part.repeats.start
-                for part in parts
-                if part.stack == stack and position not in part.bf16
+            layer = int(path.split(".")[1])
+            blocks = sum(
+                segment.repeats.stop - segment.repeats.start
+                for segment in applied
+                if segment.stack == stack and layer not in segment.bf16
             )
-            uses = run.execution.expert_parts if quantized.is_of_experts(weight) else 1
-            expected = 3 * uses * repeats * run.accumulation // run.parallelism.pipeline
-            name = quantized.name_in_model(stack, path)
-            runs, others = compiled[name, True], compiled[name, False]
-            if runs < expected or others:
-                raise RunFailed(
-                    f"{dtype.upper()} was asked for, but matmul {name} runs {runs} times in it and "
-                    f"{others} times in other formats; expected at least {expected} and 0{hint}"
-                )
+            parts = run.execution.expert_parts if quantized.is_of_experts(weight) else 1
+            runs = 3 * blocks * run.accumulation * parts // run.parallelism.pipeline
+            expected[quantized.name_in_model(stack, path)] = runs
+    return expected
