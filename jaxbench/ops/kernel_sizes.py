@@ -57,26 +57,20 @@ def using(choices: Choices) -> Iterator[None]:
         jax.clear_caches()
 
 
-def sizes_for(kernel: Callable[..., Any], candidates: tuple[Any, ...], *arguments: Any) -> Any:
-    """The sizes with which a kernel should be called: what the tuner chose, else the first of the
-    `candidates`."""
-    choices = _choices.get(None)
-    if choices is None:
-        return candidates[0]
-    case = Case(kernel, jax.tree.map(_without_values, arguments), candidates)
-    choices.asked[case.name] = case
-    return choices.chosen.get(case.name, candidates[0])
-
-
 def tunable(candidates: Callable[..., tuple[Any, ...]]) -> Callable[..., Callable[..., Any]]:
-    """Decorates a kernel. A call without the keyword `sizes` takes those of `sizes_for`, among
-    `candidates(*arguments)`."""
+    """Decorates a kernel. A call without the keyword `sizes` takes what the tuner chose among
+    `candidates(*arguments)`, else the first of them."""
 
     def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(kernel)
         def with_sizes(*arguments: Any, sizes: Any = None) -> Any:
             if sizes is None:
-                sizes = sizes_for(with_sizes, candidates(*arguments), *arguments)
+                among = candidates(*arguments)
+                sizes = among[0]
+                if choices := _choices.get(None):
+                    case = Case(with_sizes, jax.tree.map(_without_values, arguments), among)
+                    choices.asked[case.name] = case
+                    sizes = choices.chosen.get(case.name, sizes)
             return kernel(*arguments, sizes=sizes)
 
         return with_sizes
