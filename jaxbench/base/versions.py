@@ -36,6 +36,11 @@ def versions() -> dict[str, str | None]:
     }
 
 
+def jax_release() -> tuple[int, ...]:
+    """The first two numbers of the version of JAX."""
+    return tuple(int(part) for part in importlib.metadata.version("jax").split(".")[:2])
+
+
 def installed(module: str) -> bool:
     """True if a module can be imported. `find_spec` itself raises if the parent package is
     absent."""

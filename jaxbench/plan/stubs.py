@@ -13,11 +13,10 @@ import sysconfig
 import tempfile
 from collections.abc import Sequence
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 
 from jaxbench.base.errors import RecipeError
-from jaxbench.base.versions import installed
+from jaxbench.base.versions import installed, jax_release
 
 SITE = Path(sysconfig.get_paths()["purelib"])
 
@@ -78,7 +77,7 @@ def prepare(words: Sequence[str]) -> None:
 def load() -> str | None:
     """Loads the stubs that cuDNN needs. Returns the reason if it cannot be asked in this process,
     else None."""
-    if tuple(map(int, version("jax").split(".")[:2])) < (0, 11):
+    if jax_release() < (0, 11):
         return "jax before 0.11 cannot ask cuDNN for them"
     if not installed("jax_plugins.xla_cuda13"):
         return "cuDNN is not installed"

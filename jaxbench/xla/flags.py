@@ -12,10 +12,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 
 from jaxbench.base.errors import RecipeError, meant
+from jaxbench.base.versions import jax_release
 from jaxbench.recipe.settings import Run
 from jaxbench.xla.hlo import Concurrency
 
@@ -175,7 +175,7 @@ def _selected(run: Run) -> tuple[Options, Options]:
         raise RecipeError(f"execution.xla_flags: {name!r} is none of {', '.join(SETS)}")
     overrides = dict(_flag(change) for change in changes)
     selected = dict(SETS[name])
-    if name in OURS and _release() >= (0, 11):
+    if name in OURS and jax_release() >= (0, 11):
         if run.unrolled:
             selected |= UNROLLED
         elif run.model.mamba:
@@ -240,7 +240,7 @@ def concurrent(run: Run) -> Concurrency:
     if chosen in (True, "", "true", "1"):
         return "all"
     # jax 0.10 puts synchronous collectives on the stream of the others if several may be in flight.
-    return "synchronous" if _release() >= (0, 11) else "none"
+    return "synchronous" if jax_release() >= (0, 11) else "none"
 
 
 def guided(run: Run) -> bool:
@@ -263,15 +263,10 @@ def _flag(text: str) -> tuple[str, bool | int | str]:
     return name, int(value) if re.fullmatch(r"-?\d+", value) else value
 
 
-def _release() -> tuple[int, ...]:
-    return tuple(int(part) for part in version("jax").split(".")[:2])
-
-
 def explain(flag: str) -> str:
     """The reason why the compiler does not know an option, and its replacement."""
     if flag in REMOVED:
         return f"{flag} was removed from XLA; {REMOVED[flag]}"
-
     return f"the installed compiler does not know {flag}{meant(flag, KNOWN)}"
 
 

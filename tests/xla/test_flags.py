@@ -17,7 +17,7 @@ def smoke_run(recipe: str, chosen: str = "tuned") -> Run:
 
 @pytest.mark.parametrize(("release", "old"), [((0, 10), True), ((0, 11), False), ((0, 12), False)])
 def test_pipelining_is_as_the_installed_jax_has_it(monkeypatch, release, old):
-    monkeypatch.setattr(flags, "_release", lambda: release)
+    monkeypatch.setattr(flags, "jax_release", lambda: release)
     tuned = flags.options(smoke_run("llama2_70b_bf16"), "gpu")
     hybrid = flags.options(smoke_run("nemotronh_56b_bf16"), "gpu")
     assert ("xla_gpu_pipeline_all_gather" in tuned) is not old
@@ -37,7 +37,7 @@ def test_pipelining_is_as_the_installed_jax_has_it(monkeypatch, release, old):
 def test_a_guided_layer_combines_its_collectives_if_fsdp_is_the_only_axis(
     monkeypatch, chosen, axes, combined
 ):
-    monkeypatch.setattr(flags, "_release", lambda: (0, 11))
+    monkeypatch.setattr(flags, "jax_release", lambda: (0, 11))
     changes = [f"parallelism.{axes}", "batch.global_batch=8", f"execution.xla_flags={chosen}"]
     overrides = recipes.parse_overrides(changes)
     run = recipes.resolve(recipes.load("llama2_70b_bf16"), "smoke", devices=4, overrides=overrides)
@@ -49,7 +49,7 @@ def test_a_guided_layer_combines_its_collectives_if_fsdp_is_the_only_axis(
 
 
 def test_layers_that_stand_one_after_another_are_not_pipelined(monkeypatch):
-    monkeypatch.setattr(flags, "_release", lambda: (0, 11))
+    monkeypatch.setattr(flags, "jax_release", lambda: (0, 11))
     run = smoke_run("llama31_8b_bf16")
     assert run.unrolled
     assert flags.options(run, "gpu") == flags.TUNED | flags.UNROLLED
@@ -71,7 +71,7 @@ def test_collectives_run_at_once_only_if_communicators_are_not_split(
     monkeypatch, variable, chosen, release, concurrent
 ):
     monkeypatch.setenv("XLA_FLAGS", variable)
-    monkeypatch.setattr(flags, "_release", lambda: release)
+    monkeypatch.setattr(flags, "jax_release", lambda: release)
     assert flags.concurrent(smoke_run("llama31_8b_bf16", chosen)) == concurrent
 
 
@@ -161,7 +161,7 @@ def test_a_bad_change_of_the_set_is_named_on_every_platform():
 
 
 def test_xla_flags_go_before_the_recipe_and_that_is_said(monkeypatch):
-    monkeypatch.setattr(flags, "_release", lambda: (0, 11))
+    monkeypatch.setattr(flags, "jax_release", lambda: (0, 11))
     monkeypatch.setenv(
         "XLA_FLAGS",
         f"--xla_gpu_enable_latency_hiding_scheduler=false --{GEMM}=0 --xla_dump_to=x "
