@@ -25,7 +25,7 @@ def guide(program: Program, gpu: Gpu) -> str:
     for i, scope, _ in program.walk():
         name = i.attribute(SCHEDULED) or i.name
         if (collective := completed(i, scope)) is not None:
-            start = scope[i.operands[0]] if i.opcode.endswith("-done") else i
+            start = i.start(scope)
             seconds[start.attribute(SCHEDULED) or start.name] = costs.collective(collective)
         elif i.name in kernels:
             seconds[name] = sum(costs.kernel(kernels[i.name]).values())

@@ -139,7 +139,7 @@ def completed(i: Instruction, scope: Scope, runs: int = 1) -> Collective | None:
     kind = i.opcode.removesuffix("-done")
     if kind not in COLLECTIVES:
         return None
-    start = scope[i.operands[0]] if i.opcode.endswith("-done") else i
+    start = i.start(scope)
     every = groups(start.attributes)
     largest = max(map(len, every))
     devices, *others = (group for group in every if len(group) == largest)

@@ -213,7 +213,7 @@ class Program:
             return "" if known else i.target
         if not i.opcode.startswith("fusion"):
             return ""
-        fused = self.computations[i.callees[0][0]]
+        fused = i.body(self.computations)
         return next((name for inner in fused.values() if (name := self.unknown(inner, fused))), "")
 
     def flops(self) -> Counter[tuple[str, str]]:

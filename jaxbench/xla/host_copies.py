@@ -49,13 +49,12 @@ def sizes(program: Program) -> set[int]:
 def written(program: Program, i: Instruction, scope: Scope) -> tuple[str, int]:
     """The direction of an instruction for which `copies` is true, and the bytes that it copies. If
     it updates an array, these are the bytes of the update."""
-    done, opcode = i, i.opcode.removesuffix("-start")
-    if opcode == "fusion":
-        scope = program.computations[i.callees[0][0]]
-        done, opcode = (inner := root(scope)), inner.opcode
-    result = result_shape(done)
-    update = opcode == "dynamic-update-slice"
-    size = scope[done.operands[1]].bytes if update else shape_bytes(result)
+    if i.kind == "fusion":
+        scope = i.body(program.computations)
+        i = root(scope)
+    result = result_shape(i)
+    update = i.kind == "dynamic-update-slice"
+    size = scope[i.operands[1]].bytes if update else shape_bytes(result)
     return TO_HOST if MEMORY in result else FROM_HOST, size
 
 

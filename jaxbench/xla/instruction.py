@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxbench.base.errors import RunFailed
@@ -51,6 +52,26 @@ class Instruction:
         return shape_bytes(self.shape)
 
     @property
+    def is_start(self) -> bool:
+        """True for the start of an asynchronous operation."""
+        return self.opcode.endswith("-start")
+
+    @property
+    def is_done(self) -> bool:
+        """True for the end of an asynchronous operation. Its first operand is the start."""
+        return self.opcode.endswith("-done")
+
+    def start(self, scope: "Scope") -> "Instruction":
+        """The start of the asynchronous operation that this instruction ends. Any other instruction
+        is its own start."""
+        return scope[self.operands[0]] if self.is_done else self
+
+    @property
+    def kind(self) -> str:
+        """The opcode, which is the same for an operation and for its asynchronous start."""
+        return self.opcode.removesuffix("-start")
+
+    @property
     def target(self) -> str:
         """The target of a custom call; empty for other instructions."""
         return self.attribute(TARGET) or ""
@@ -77,6 +98,10 @@ class Instruction:
         if (condition := self.callee("condition")) and not self.attribute(TRIP_COUNT):
             found.append((condition, self.trips + 1))
         return found
+
+    def body(self, computations: "Computations") -> "Scope":
+        """The computation that a fusion or an asynchronous wrapper runs."""
+        return computations[self.callees[0][0]]
 
     @property
     def branches(self) -> list[str]:
@@ -122,6 +147,9 @@ def shape_bytes(shape: str) -> int:
 
 Scope = dict[str, Instruction]
 """A computation: its instructions by name, in the order of the schedule."""
+
+Computations = Mapping[str, Scope]
+"""The computations of a program by name."""
 
 
 def root(scope: Scope) -> Instruction:
@@ -184,7 +212,7 @@ def elements(shape: str) -> list[str]:
 def result_shape(i: Instruction) -> str:
     """The shape of what an instruction computes. The shape of a `-start` is ((operands), result,
     context), and of a copy (result, operand, context)."""
-    if not i.opcode.endswith("-start") or not i.shape.startswith("("):
+    if not i.is_start or not i.shape.startswith("("):
         return i.shape
     return elements(i.shape)[0 if i.opcode == "copy-start" else 1]
 

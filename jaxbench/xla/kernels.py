@@ -49,7 +49,7 @@ FP8 = "f8"
 
 def launches_kernel(i: Instruction) -> bool:
     """True for an instruction that the GPU executes."""
-    free = i.opcode in FREE or i.opcode.endswith(("-done", "-update"))
+    free = i.opcode in FREE or i.is_done or i.opcode.endswith("-update")
     return not free and i.target != ALLOCATES
 
 
@@ -76,7 +76,7 @@ def sort(program: Program, i: Instruction, scope: Scope) -> Sort | None:
     sorts tiles. Each merge to twice the length takes one kernel more than the one before: 2, 3, ..
     """
     fused = i.opcode.startswith("fusion") and i.callees
-    done = root(program.computations[i.callees[0][0]]) if fused else i
+    done = root(i.body(program.computations)) if fused else i
     if done.opcode != "sort" and not i.target.startswith(CUB_SORT):
         return None
     dtype, dimensions = done.arrays[0]
@@ -134,7 +134,7 @@ def _inside(program: Program, i: Instruction, scope: Scope) -> tuple[Scope, list
     """What a kernel computes: a fusion's body or the instruction itself, the result last."""
     if not i.callees:
         return scope, [i]
-    body = program.computations[i.callees[0][0]]
+    body = i.body(program.computations)
     result = root(body)
     return body, [*(j for j in body.values() if j is not result), result]
 
@@ -160,7 +160,7 @@ def _bytes_read(names: Collection[str], body: Scope, users: list[Instruction]) -
             first, inner = user.operands[0] == name, user is not users[-1]
             if user.opcode == "bitcast" and inner:
                 total += read(user.name)
-            elif user.opcode.removesuffix("-start") in SLICES and first:
+            elif user.kind in SLICES and first:
                 total += _size(user)
             elif user.opcode == "scatter" and name in (arrays := user.operands[: _arrays(user)]):
                 total += body[_updates(user)[arrays.index(name)]].bytes

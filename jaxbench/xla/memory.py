@@ -65,7 +65,7 @@ class _BufferNames:
     def __init__(self, program: Program):
         self.program = program
         self.scopes = {name: scope for scope in program.computations.values() for name in scope}
-        self.starts = [(i, scope) for i, scope, _ in program.walk() if i.opcode.endswith("-start")]
+        self.starts = [(i, scope) for i, scope, _ in program.walk() if i.is_start]
         self.loops = {  # by the name of the tuple that is their initial state
             scope[i.operands[0]].name: i for i, scope, _ in program.walk() if i.opcode == "while"
         }
@@ -129,14 +129,14 @@ class _BufferNames:
         """The name of the stack that `i` updates by a slice, possibly inside a fusion; else
         None."""
         index = 0
-        while i.opcode in FORWARDING or i.opcode.endswith("-done"):
+        while i.opcode in FORWARDING or i.is_done:
             index = int(i.attribute(r"index=(\d+)") or index)
             i = scope[i.operands[0]]
         if i.opcode == "while":
             return self._carried_stack(i, scope, index)
         caller, arguments = scope, i.operands
         if i.opcode.startswith("fusion"):
-            scope = self.program.computations[i.callees[0][0]]
+            scope = i.body(self.program.computations)
             i = root(scope)
             i = scope[i.operands[index]] if i.opcode == "tuple" else i
             while i.opcode == "bitcast":
@@ -167,7 +167,7 @@ def readable(op_name: str, opcode: str) -> str:
 def _element_shape(i: Instruction, index: str) -> str:
     """The shape of an element of an instruction's tuple. Empty unless it is a flat tuple of
     arrays."""
-    flat = i.shape.startswith("(") and not i.opcode.endswith("-start") and index.isdigit()
+    flat = i.shape.startswith("(") and not i.is_start and index.isdigit()
     return array_shapes(i.shape)[int(index)] if flat else ""
 
 

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from jaxbench.xla.instruction import TRIP_COUNT, Instruction, Scope, root
+from jaxbench.xla.instruction import TRIP_COUNT, Computations, Instruction, Scope, root
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
@@ -28,8 +28,6 @@ direction."""
 INDUCTION = r'"known_induction_variable":\{"tuple_index":"(\d+)"'
 """Pattern of a loop's attribute: the tuple index of its induction variable."""
 
-Computations = Mapping[str, Scope]
-
 
 def rewrite(computations: Computations, replicas: int, partitions: int) -> None:
     """Rewrites in place all instructions of a program with this many replicas and partitions."""
@@ -41,17 +39,18 @@ def rewrite(computations: Computations, replicas: int, partitions: int) -> None:
                 scope[i.name] = _unwrapped(i, computations)
             elif i.opcode.endswith(("-done", "-update")) and i.operands[0] in scope:
                 scope[i.name] = _completing(i, scope[i.operands[0]])
-            if (kind := (i := scope[i.name]).opcode.removesuffix("-start")) in COLLECTIVES:
-                mode = f"group_mode={_mode(kind, i)} of {replicas}x{partitions}"
+            i = scope[i.name]
+            if i.kind in COLLECTIVES:
+                mode = f"group_mode={_mode(i)} of {replicas}x{partitions}"
                 scope[i.name] = replace(i, attributes=f"{i.attributes}, {mode}")
 
 
-def _mode(kind: str, i: Instruction) -> str:
+def _mode(i: Instruction) -> str:
     """What the ids of a collective's replica groups number (XLA's `GetCollectiveOpGroupMode`):
     replicas, partitions, replicas with all of their partitions, or devices."""
     if not i.attribute(r"\b(channel_id)="):
         return "replicas"
-    if kind not in REDUCING:
+    if i.kind not in REDUCING:
         return "partitions"
     return "devices" if i.attribute(r"use_global_device_ids=(true)") else "both"
 
@@ -69,9 +68,9 @@ def _unwrapped(i: Instruction, computations: Computations) -> Instruction:
     """The collective inside a fusion (a Triton collective) or an asynchronous wrapper, under the
     name of its caller. If a wrapper has another operation, that operation. Else the instruction
     itself."""
-    body = computations[i.callees[0][0]]
+    body = i.body(computations)
     inner = next((j for j in body.values() if j.opcode in COLLECTIVES), None)
-    start = "-start" if i.opcode.endswith("-start") else ""
+    start = "-start" if i.is_start else ""
     if inner is not None:
         attributes = f"{inner.attributes}, {i.attributes.replace('calls=', 'wraps=')}"
         return replace(i, opcode=inner.opcode + start, attributes=attributes)
@@ -115,7 +114,7 @@ def _evaluate(
         return int(i.operands[0])
     operands = [_evaluate(operand, scope, values, computations) for operand in i.operands]
     if i.opcode == "fusion":
-        inner = computations[i.callees[0][0]]
+        inner = i.body(computations)
         parameters = [j for j in inner.values() if j.opcode == "parameter"]
         arguments = {j.name: operands[int(j.operands[0])] for j in parameters}
         return _evaluate(root(inner).name, inner, arguments, computations)

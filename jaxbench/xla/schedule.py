@@ -78,7 +78,7 @@ class Walk:
         key = computation, i.name
         if key not in self._kernels:
             kernel, scope = None, self.program.computations[computation]
-            collective = i.opcode.removesuffix("-start") in COLLECTIVES
+            collective = i.kind in COLLECTIVES
             if launches_kernel(i) and not collective and not host_copies.copies(i, scope):
                 works = tuple(_works(self.program, i, scope))
                 moved = moved_bytes(self.program, i, scope)
@@ -97,7 +97,7 @@ class Walk:
     def _simulate(self, name: str, costs: Roofline) -> Schedule:
         total, scope = Schedule(), self.program.computations[name]
         completed = ((i, collectives.completed(i, scope)) for i in scope.values())
-        starts = {_start_name(i): collective for i, collective in completed if collective}
+        starts = {i.start(scope).name: collective for i, collective in completed if collective}
         free_at: dict[bool, float] = {}  # for links inside of NVLink domains, and between them
         side, link = _SideStream(total), HostLink(costs.gpu, total.host)
         running: dict[str, tuple[Collective, float, float]] = {}  # with its seconds and end
@@ -113,14 +113,14 @@ class Walk:
                 total.moving_s += costs.moving(kernel)
                 total.occupy(KERNELS, i.name, start_s, total.kernel_s - kernel_s, launched, kernel)
                 computes = any(w.matmul or w.kind == "attention" for w in kernel.works)
-            elif i.opcode.endswith("-done"):
+            elif i.is_done:
                 side.finish(i.operands[0])
                 waited_s = link.finish(i.operands[0], total.step_s)
             elif launches_kernel(i) and host_copies.copies(i, scope):
                 direction, size = host_copies.written(self.program, i, scope)
                 begins, ends = link.start(i.name, total.step_s, direction, size)
                 total.occupy(direction, i.name, begins, ends - begins, launched)
-                if not i.opcode.endswith("-start"):
+                if not i.is_start:
                     waited_s = link.finish(i.name, total.step_s)
             total.exposed_s += waited_s
             for callee, times in _bodies(i):
@@ -141,7 +141,7 @@ class Walk:
                 total.occupy(LINKS[links], i.name, begins, seconds, launched, collective)
                 link.share(total.step_s, collective.adapter_bytes(costs.gpu))
                 uncovered.add(i.name)
-            if not i.opcode.endswith("-start") and (start := _start_name(i)) in running:
+            if not i.is_start and (start := i.start(scope).name) in running:
                 collective, seconds, end = running.pop(start)
                 exposed_s = max(0.0, end - total.step_s)
                 total.exposed_s += exposed_s
@@ -152,7 +152,7 @@ class Walk:
 
     def _free_at(self, i: Instruction, links: bool, free_at: Mapping[bool, float]) -> float:
         """When a collective may begin: after all earlier ones, or only after those on its links."""
-        concurrent, synchronous = self.program.concurrent, not i.opcode.endswith("-start")
+        concurrent, synchronous = self.program.concurrent, not i.is_start
         if concurrent == "all" or (concurrent == "synchronous" and synchronous):
             return free_at.get(links, 0.0)
         return max(free_at.values(), default=0.0)
@@ -197,7 +197,7 @@ class _SideStream:
 def _only_moves_bytes(i: Instruction, kernel: Kernel) -> bool:
     """True for an asynchronous kernel without arithmetic. A kernel with arithmetic competes for the
     cores."""
-    return i.opcode.endswith("-start") and not kernel.works
+    return i.is_start and not kernel.works
 
 
 def _slowed(kernel_s: float, busy_s: float, slowdown: float) -> float:
@@ -242,8 +242,3 @@ def peak(gpu: Gpu, dtype: str) -> float:
 
 def _bodies(i: Instruction) -> list[tuple[str, int]]:
     return i.callees if i.opcode in ("while", "conditional", "call") else []
-
-
-def _start_name(i: Instruction) -> str:
-    """The name of the `-start` for a `-done`. For any other instruction, its own name."""
-    return i.operands[0] if i.opcode.endswith("-done") else i.name
