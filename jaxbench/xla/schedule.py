@@ -11,7 +11,7 @@ the bound, which docs/design/plan.md explains; `forecast.costs.Measured` extends
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from jaxbench.base.errors import RunFailed
 from jaxbench.base.hardware import Gpu
@@ -61,7 +61,7 @@ class Walk:
 
     def under(self, costs: Roofline) -> Schedule:
         """The simulated schedule of one step with a cost model."""
-        return self._simulate(self.program.entry, costs)
+        return _Simulation(self, self.program.entry, costs).run()
 
     def kernels(self, computation: str = "", runs: int = 1) -> Iterator[tuple[str, Kernel, int]]:
         """Every kernel except collectives and copies to the host: name, kernel, runs per step."""
@@ -69,93 +69,118 @@ class Walk:
         for i in self.program.computations[computation].values():
             for callee, times in _bodies(i):
                 yield from self.kernels(callee, runs * times)
-            if (kernel := self._kernel(computation, i)) is not None:
+            if (kernel := self.kernel(computation, i)) is not None:
                 yield i.name, kernel, runs
 
-    def _kernel(self, computation: str, i: Instruction) -> Kernel | None:
+    def kernel(self, computation: str, i: Instruction) -> Kernel | None:
         """The kernel that an instruction launches. None if it launches no kernel, a collective, or
         a copy from or to the host."""
         key = computation, i.name
         if key not in self._kernels:
-            kernel, scope = None, self.program.computations[computation]
-            collective = i.kind in COLLECTIVES
-            if launches_kernel(i) and not collective and not host_copies.copies(i, scope):
-                works = tuple(_works(self.program, i, scope))
-                moved = moved_bytes(self.program, i, scope)
-                unknown = self.program.unknown(i, scope)
-                fp8 = written_fp8(self.program, i, scope)
-                count = launches(self.program, i, scope) + sum(w.launches - 1 for w in works)
-                kernel = Kernel(works, moved, i.attribute(SOURCE) or "", unknown, fp8, count)
-            self._kernels[key] = kernel
+            self._kernels[key] = _kernel(self.program, i, self.program.computations[computation])
         return self._kernels[key]
 
-    def _launched(self, computation: str, i: Instruction) -> int:
-        """The number of kernels, copies and fills that an instruction launches."""
-        kernel = self._kernel(computation, i)
-        return kernel.launches if kernel else int(launches_kernel(i))
 
-    def _simulate(self, name: str, costs: Roofline) -> Schedule:
-        total, scope = Schedule(), self.program.computations[name]
-        completed = ((i, collectives.completed(i, scope)) for i in scope.values())
-        starts = {i.start(scope).name: collective for i, collective in completed if collective}
-        free_at: dict[bool, float] = {}  # for links inside of NVLink domains, and between them
-        side, link = _SideStream(total), HostLink(costs.gpu, total.host)
-        running: dict[str, tuple[Collective, float, float]] = {}  # with its seconds and end
-        uncovered: set[str] = set()
-        for i in scope.values():
-            start_s, kernel_s, waited_s, computes = total.step_s, total.kernel_s, 0.0, False
-            kernel, launched = self._kernel(name, i), self._launched(name, i)
-            total.launches += launched
-            if kernel is not None and costs.hides_copies and _only_moves_bytes(i, kernel):
-                side.start(i.name, kernel, costs.kernel(kernel))
-            elif kernel is not None:
-                total.parts.update(costs.kernel(kernel))
-                total.moving_s += costs.moving(kernel)
-                total.occupy(KERNELS, i.name, start_s, total.kernel_s - kernel_s, launched, kernel)
-                computes = any(w.matmul or w.kind == "attention" for w in kernel.works)
-            elif i.is_done:
-                side.finish(i.operands[0])
-                waited_s = link.finish(i.operands[0], total.step_s)
-            elif launches_kernel(i) and host_copies.copies(i, scope):
-                direction, size = host_copies.written(self.program, i, scope)
-                begins, ends = link.start(i.name, total.step_s, direction, size)
-                total.occupy(direction, i.name, begins, ends - begins, launched)
-                if not i.is_start:
-                    waited_s = link.finish(i.name, total.step_s)
-            total.exposed_s += waited_s
+class _Simulation:
+    """The simulation of one computation with a cost model, instruction by instruction."""
+
+    def __init__(self, walk: Walk, name: str, costs: Roofline):
+        self.walk, self.name, self.costs = walk, name, costs
+        self.scope = walk.program.computations[name]
+        self.total = Schedule()
+        self.side, self.link = _SideStream(self.total), HostLink(costs.gpu, self.total.host)
+        completed = ((i, collectives.completed(i, self.scope)) for i in self.scope.values())
+        self.collectives = {i.start(self.scope).name: found for i, found in completed if found}
+        self.running: dict[str, _Running] = {}
+        self.free_at: dict[bool, float] = {}  # for links inside of NVLink domains, and between them
+        self.uncovered: set[str] = set()
+
+    def run(self) -> Schedule:
+        """The schedule of the whole computation."""
+        total = self.total
+        for i in self.scope.values():
+            start_s, kernel_s = total.step_s, total.kernel_s
+            computes = self._execute(i)
             for callee, times in _bodies(i):
-                body = self._simulate(callee, costs)
+                body = _Simulation(self.walk, callee, self.costs).run()
                 computes = computes or body.computes
                 total.add(body, times)
-            busy_s = max(free_at.values(), default=0.0) - start_s
-            total.slow(i.name, _slowed(total.kernel_s - kernel_s, busy_s, costs.slowdown))
+            busy_s = max(self.free_at.values(), default=0.0) - start_s
+            total.slow(i.name, _slowed(total.kernel_s - kernel_s, busy_s, self.costs.slowdown))
             if computes:
                 total.computes = True
-                uncovered.clear()
-            if (collective := starts.get(i.name)) is not None:
-                seconds = costs.collective(collective)
-                links = collective.crosses_domains(costs.gpu)
-                begins = max(total.step_s, self._free_at(i, links, free_at))
-                free_at[links] = begins + seconds
-                running[i.name] = collective, seconds, free_at[links]
-                total.occupy(LINKS[links], i.name, begins, seconds, launched, collective)
-                link.share(total.step_s, collective.adapter_bytes(costs.gpu))
-                uncovered.add(i.name)
-            if not i.is_start and (start := i.start(scope).name) in running:
-                collective, seconds, end = running.pop(start)
-                exposed_s = max(0.0, end - total.step_s)
-                total.exposed_s += exposed_s
-                total.transfers.append(
-                    Transfer(collective, seconds, exposed_s, start not in uncovered)
-                )
-        return side.finished()
+                self.uncovered.clear()
+            if i.name in self.collectives:
+                self._start(i, self.collectives[i.name])
+            if not i.is_start and (start := i.start(self.scope).name) in self.running:
+                self._finish(start)
+        return self.side.finished()
 
-    def _free_at(self, i: Instruction, links: bool, free_at: Mapping[bool, float]) -> float:
+    def _execute(self, i: Instruction) -> bool:
+        """Runs the kernel or the copy of an instruction, or waits for one that it ends. Returns
+        True for a matmul or attention."""
+        total, kernel = self.total, self.walk.kernel(self.name, i)
+        if kernel is not None:
+            self._run_kernel(i, kernel)
+            return any(work.matmul or work.kind == "attention" for work in kernel.works)
+        total.launches += launches_kernel(i)
+        if i.is_done:
+            self.side.finish(i.operands[0])
+            total.exposed_s += self.link.finish(i.operands[0], total.step_s)
+        elif launches_kernel(i) and host_copies.copies(i, self.scope):
+            direction, size = host_copies.written(self.walk.program, i, self.scope)
+            begins, ends = self.link.start(i.name, total.step_s, direction, size)
+            total.occupy(direction, i.name, begins, ends - begins, 1)
+            if not i.is_start:
+                total.exposed_s += self.link.finish(i.name, total.step_s)
+        return False
+
+    def _run_kernel(self, i: Instruction, kernel: Kernel) -> None:
+        total = self.total
+        total.launches += kernel.launches
+        # An asynchronous kernel with arithmetic competes for the cores.
+        if self.costs.hides_copies and i.is_start and not kernel.works:
+            self.side.start(i.name, kernel, self.costs.kernel(kernel))
+            return
+        start_s, kernel_s = total.step_s, total.kernel_s
+        total.parts.update(self.costs.kernel(kernel))
+        total.moving_s += self.costs.moving(kernel)
+        seconds = total.kernel_s - kernel_s
+        total.occupy(KERNELS, i.name, start_s, seconds, kernel.launches, kernel)
+
+    def _start(self, i: Instruction, collective: Collective) -> None:
+        """Starts a collective on its links."""
+        total, seconds = self.total, self.costs.collective(collective)
+        links = collective.crosses_domains(self.costs.gpu)
+        begins = max(total.step_s, self._free_at(i, links))
+        self.free_at[links] = begins + seconds
+        self.running[i.name] = _Running(collective, seconds, end_s=begins + seconds)
+        total.occupy(LINKS[links], i.name, begins, seconds, int(launches_kernel(i)), collective)
+        self.link.share(total.step_s, collective.adapter_bytes(self.costs.gpu))
+        self.uncovered.add(i.name)
+
+    def _free_at(self, i: Instruction, links: bool) -> float:
         """When a collective may begin: after all earlier ones, or only after those on its links."""
-        concurrent, synchronous = self.program.concurrent, not i.is_start
-        if concurrent == "all" or (concurrent == "synchronous" and synchronous):
-            return free_at.get(links, 0.0)
-        return max(free_at.values(), default=0.0)
+        concurrent = self.walk.program.concurrent
+        if concurrent == "all" or (concurrent == "synchronous" and not i.is_start):
+            return self.free_at.get(links, 0.0)
+        return max(self.free_at.values(), default=0.0)
+
+    def _finish(self, start: str) -> None:
+        """Waits for the collective that began with the instruction `start`."""
+        collective, seconds, end_s = self.running.pop(start)
+        exposed_s = max(0.0, end_s - self.total.step_s)
+        self.total.exposed_s += exposed_s
+        covered = start not in self.uncovered
+        self.total.transfers.append(Transfer(collective, seconds, exposed_s, covered))
+
+
+class _Running(NamedTuple):
+    """A collective that has started."""
+
+    collective: Collective
+    seconds: float
+    end_s: float
 
 
 class _SideStream:
@@ -194,17 +219,26 @@ class _SideStream:
         return self.schedule.step_s - self.schedule.moving_s
 
 
-def _only_moves_bytes(i: Instruction, kernel: Kernel) -> bool:
-    """True for an asynchronous kernel without arithmetic. A kernel with arithmetic competes for the
-    cores."""
-    return i.is_start and not kernel.works
-
-
 def _slowed(kernel_s: float, busy_s: float, slowdown: float) -> float:
     """Seconds by which kernels that take `kernel_s` alone take longer, if collectives run for the
     first `busy_s` seconds and slow down what overlaps with them."""
     overlap = min(max(busy_s, 0.0), kernel_s * slowdown)
     return overlap * (1 - 1 / slowdown)
+
+
+def _kernel(program: Program, i: Instruction, scope: Scope) -> Kernel | None:
+    """`Walk.kernel` of an instruction."""
+    if not launches_kernel(i) or i.kind in COLLECTIVES or host_copies.copies(i, scope):
+        return None
+    works = tuple(_works(program, i, scope))
+    return Kernel(
+        works,
+        moved_bytes(program, i, scope),
+        source=i.attribute(SOURCE) or "",
+        unknown=program.unknown(i, scope),
+        fp8=written_fp8(program, i, scope),
+        launches=launches(program, i, scope) + sum(work.launches - 1 for work in works),
+    )
 
 
 def _works(program: Program, i: Instruction, scope: Scope) -> Iterator[Work]:
