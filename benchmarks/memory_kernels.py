@@ -56,7 +56,7 @@ def kernels(row: Path, gpu: Gpu) -> Iterator[tuple[str, int, float]]:
     program = gzip.decompress((row / "program.hlo.gz").read_bytes()).decode()
     walk = Walk(Program.parse(program, custom_calls.RULES, strict=False))
     schedule = expected_schedule(walk, gpu, tables.load(gpu.name.lower()))
-    expected = compare_profile.planned(schedule)
+    expected = compare_profile.by_instruction(schedule)
     lines = gzip.decompress((row / "kernels.csv.gz").read_bytes()).decode().splitlines()
     for line in csv.DictReader(lines):
         found = expected.get(line["instruction"])

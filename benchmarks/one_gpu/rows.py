@@ -17,7 +17,7 @@ from jaxbench.forecast import tables
 from jaxbench.forecast.forecast import expected_schedule
 from jaxbench.plan import compare_profile
 from jaxbench.plan.absent import compile_only_devices
-from jaxbench.plan.compare_profile import Planned
+from jaxbench.plan.compare_profile import Expected
 from jaxbench.plan.compiled_step import axes_of
 from jaxbench.plan.plan import Memory
 from jaxbench.recipe import recipes
@@ -130,7 +130,7 @@ def explained(ctx: Context, recipe: str, program: tuple[Any, float]) -> Finding:
     walk = Walk(Program.parse(text, custom_calls.RULES, strict=False))
     launched = compare_profile.read_profile(trace)
     kernels = tables.load(ctx.gpu.name.lower())
-    expected = compare_profile.planned(expected_schedule(walk, ctx.gpu, kernels))
+    expected = compare_profile.by_instruction(expected_schedule(walk, ctx.gpu, kernels))
     axes = partial(axes_of, mesh_shape=run.mesh_shape)
     found = compare_profile.compare(launched, walk, ctx.gpu, kernels, axes)
     profiled = {
@@ -150,7 +150,7 @@ def explained(ctx: Context, recipe: str, program: tuple[Any, float]) -> Finding:
     return Finding(f"{recipe}, row 1, profiled", verdict, figure, beside, data)
 
 
-def by_kind(measured: dict[str, float], expected: dict[str, Planned]) -> dict[str, list[float]]:
+def by_kind(measured: dict[str, float], expected: dict[str, Expected]) -> dict[str, list[float]]:
     """Measured and forecast seconds of a step by kind of kernel, finer than in a plan."""
     seconds: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, line in expected.items():
@@ -178,7 +178,7 @@ FOUND = 0.9
 
 
 def keep(
-    folder: Path, program: str, measured: dict[str, float], expected: dict[str, Planned]
+    folder: Path, program: str, measured: dict[str, float], expected: dict[str, Expected]
 ) -> None:
     """Writes the program, and the measured and the forecast time of each instruction in a step."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,7 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class PlannedRow:
     """The row of a cell that was compiled. `headroom` is the memory of a GPU, in bytes, that the
     step leaves; it is negative if the row does not fit."""
 
@@ -51,7 +51,7 @@ class Work:
     headroom: int
 
     @classmethod
-    def of(cls, plan: Plan) -> "Work":
+    def of(cls, plan: Plan) -> "PlannedRow":
         settings, size = plan.settings, plan.bytes_per_device
         return cls(
             precision=settings["precision"]["dtype"],
@@ -75,7 +75,7 @@ class Cell:
     why: str = ""
     state_bytes: int = 0
     goodput: Goodput | None = None
-    work: Work | None = None
+    work: PlannedRow | None = None
     figures: Figures | None = None
     marks: list[str] = field(default_factory=list)
 

@@ -25,7 +25,7 @@ from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.arguments import LIMIT
 from jaxbench.plan.command import resolve
 from jaxbench.plan.compare_arguments import check_arguments, make_parser, models
-from jaxbench.plan.compare_cells import Cell, Figures, Work, as_table, mark, train_state
+from jaxbench.plan.compare_cells import Cell, Figures, PlannedRow, as_table, mark, train_state
 from jaxbench.plan.compare_page import compare_page
 from jaxbench.plan.plan import Plan
 from jaxbench.plan.processes import INTERRUPTED, plan_all
@@ -223,7 +223,7 @@ def add_figures(
     watts."""
     cell.state_bytes = row.optimizer.state_bytes * flops.parameters(row.model)["total"]
     cell.goodput = job_goodput(cell.gpus, cell.state_bytes, assumed)
-    cell.work = Work.of(plan)
+    cell.work = PlannedRow.of(plan)
     if not plan.fits:
         hint = "--search looks for settings with which it fits"
         cell.why = f"{search.why(plan, None)}; {hint}"

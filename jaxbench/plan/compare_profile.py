@@ -29,7 +29,7 @@ from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import PROFILED, Work, display_name
 from jaxbench.xla.memory import readable
 from jaxbench.xla.schedule import Walk
-from jaxbench.xla.timeline import KERNELS, Kernel, Repeated, Schedule, Slice
+from jaxbench.xla.timeline import KERNELS, Kernel, Repeated, Schedule, Span
 
 LARGEST = 10
 """The number of differences of single kernels that we list."""
@@ -41,7 +41,7 @@ profile, the third only in a forecast."""
 
 
 @dataclass
-class Planned:
+class Expected:
     """An instruction in the expected step: its seconds and launches per step, and its cause."""
 
     cause: Kernel | Collective | None
@@ -59,7 +59,7 @@ class Profile:
     launches: dict[str, list[tuple[float, float]]]
 
     @property
-    def span_s(self) -> float:
+    def duration_s(self) -> float:
         """Seconds from the first launch to the end of the last."""
         every = [launch for launches in self.launches.values() for launch in launches]
         return max(start + s for start, s in every) - min(start for start, _ in every)
@@ -87,20 +87,20 @@ def read_profile(folder: Path) -> Profile:
     return Profile(folder, dict(launches))
 
 
-def planned(schedule: Schedule) -> dict[str, Planned]:
+def by_instruction(schedule: Schedule) -> dict[str, Expected]:
     """The expected seconds and launches per step of each instruction."""
-    found: dict[str, Planned] = {}
+    found: dict[str, Expected] = {}
 
-    def add(slices: Sequence[Slice | Repeated], runs: int) -> None:
-        for entry in slices:
+    def add(spans: Sequence[Span | Repeated], runs: int) -> None:
+        for entry in spans:
             if isinstance(entry, Repeated):
-                add(entry.slices, runs * entry.times)
+                add(entry.spans, runs * entry.times)
                 continue
-            line = found.setdefault(entry.name, Planned(entry.cause, entry.stream))
+            line = found.setdefault(entry.name, Expected(entry.cause, entry.stream))
             line.seconds += runs * entry.seconds
             line.runs += runs * entry.launches
 
-    add(schedule.slices, 1)
+    add(schedule.spans, 1)
     return found
 
 
@@ -149,7 +149,7 @@ def compare(
     """Compares a profile with the forecast of its program. `axes` names what a collective crosses.
     Raises RecipeError if the profile is not of this program."""
     schedule = expected_schedule(walk, gpu, times)
-    expected = planned(schedule)
+    expected = by_instruction(schedule)
     steps = _steps(profile, expected)
     measured = {
         name: sum(s for _, s in profile.launches[name]) / steps for name in profile.launches
@@ -162,7 +162,7 @@ def compare(
     computing = {name for name, line in expected.items() if line.stream == KERNELS}
     other = set(profile.launches) - expected.keys()
     seconds[False, UNKNOWN][0] = sum(measured[name] for name in other)
-    step_s, busy_s = profile.span_s / steps, profile.busy_s(computing | other) / steps
+    step_s, busy_s = profile.duration_s / steps, profile.busy_s(computing | other) / steps
     any_s = profile.busy_s(set(profile.launches)) / steps
     seconds[False, WAITS] = [any_s - busy_s, schedule.exposed_s]
     seconds[False, GAPS] = [step_s - any_s, 0.0]
@@ -183,7 +183,7 @@ def compare(
     )
 
 
-def _part(line: Planned, axes: Callable[[Collective], str]) -> str:
+def _part(line: Expected, axes: Callable[[Collective], str]) -> str:
     if isinstance(line.cause, Kernel):
         return part_name(line.cause.part)
     if line.cause is None:
@@ -191,7 +191,7 @@ def _part(line: Planned, axes: Callable[[Collective], str]) -> str:
     return f"{line.cause.kind} over {axes(line.cause)}"
 
 
-def _steps(profile: Profile, expected: dict[str, Planned]) -> int:
+def _steps(profile: Profile, expected: dict[str, Expected]) -> int:
     """The number of steps in a profile. For each instruction we divide its launches in the profile
     by its launches in a step, and take the median."""
     ratios = [
@@ -207,7 +207,7 @@ def _steps(profile: Profile, expected: dict[str, Planned]) -> int:
     return max(1, round(statistics.median(ratios)))
 
 
-def _differences(expected: dict[str, Planned], measured: dict[str, float]) -> Iterator[Difference]:
+def _differences(expected: dict[str, Expected], measured: dict[str, float]) -> Iterator[Difference]:
     for name, line in expected.items():
         if name in measured and line.runs:
             cause = line.cause

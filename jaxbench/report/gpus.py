@@ -24,7 +24,7 @@ LABELLED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpu:
+class RunGpu:
     """A GPU of a run, by its node, rank and number. The number is NVML's, or without telemetry the
     number among the rank's GPUs. What is not recorded is None.
 
@@ -46,14 +46,14 @@ class Gpu:
         return f"rank {self.rank} on {self.node}, GPU {self.number}"
 
 
-def gpus(record: dict[str, Any]) -> list[Gpu]:
+def gpus(record: dict[str, Any]) -> list[RunGpu]:
     """The GPUs of a record, by rank. Malformed entries are left out."""
     ranks = record.get("ranks")
     found = [gpu for rank in (ranks if isinstance(ranks, list) else ()) for gpu in _of_rank(rank)]
     return sorted(found, key=lambda gpu: (gpu.rank, gpu.number))
 
 
-def _of_rank(rank: Any) -> Iterator[Gpu]:
+def _of_rank(rank: Any) -> Iterator[RunGpu]:
     if not isinstance(rank, dict) or (rank_number := figure(rank, "rank")) is None:
         return
     telemetry, products = (
@@ -63,7 +63,7 @@ def _of_rank(rank: Any) -> Iterator[Gpu]:
     for n in range(max(len(telemetry), len(products), 1)):
         gpu = telemetry[n] if n < len(telemetry) else {}
         number = figure(gpu, "gpu")
-        yield Gpu(
+        yield RunGpu(
             node=str(rank.get("host")), rank=int(rank_number),
             number=n if number is None else int(number),
             clock=figure(gpu, "clock_ratio"), power_w=figure(gpu, "power_w"),
@@ -72,7 +72,7 @@ def _of_rank(rank: Any) -> Iterator[Gpu]:
         )  # fmt: skip
 
 
-def slowdowns(every: Sequence[Gpu], outlying: bool = True) -> dict[Gpu, float]:
+def slowdowns(every: Sequence[RunGpu], outlying: bool = True) -> dict[RunGpu, float]:
     """The time of each GPU over the time of the typical one, by its clock or by its matmuls alone,
     whichever is larger. It is 1 if the GPU is no outlier. Without `outlying`, every clock
     below the typical one counts, since it is a mean of many samples."""
@@ -83,7 +83,7 @@ def slowdowns(every: Sequence[Gpu], outlying: bool = True) -> dict[Gpu, float]:
     return {gpu: max(1.0, by_clock.get(gpu, 1.0), by_matmuls.get(gpu, 1.0)) for gpu in every}
 
 
-def least_wait(every: Sequence[Gpu]) -> tuple[Gpu, float] | None:
+def least_wait(every: Sequence[RunGpu]) -> tuple[RunGpu, float] | None:
     """The process that waits least for its devices, because its host is late: one of its GPUs, and
     by how many seconds its wait is shorter than the typical wait. The seconds are 0 if it is no
     outlier. None if there is only one process."""
@@ -96,17 +96,17 @@ def least_wait(every: Sequence[Gpu]) -> tuple[Gpu, float] | None:
     return least, statistics.median(waits.values()) - waits[least] if late else 0.0
 
 
-def slow_gpu(gpu: Gpu, factor: float) -> str:
+def slow_gpu(gpu: RunGpu, factor: float) -> str:
     """How slow a GPU is."""
     return f"{gpu}: {factor:.3f} times the typical GPU's time"
 
 
-def late_host(gpu: Gpu, seconds: float) -> str:
+def late_host(gpu: RunGpu, seconds: float) -> str:
     """How much less a process waits than the others."""
     return f"rank {gpu.rank} on {gpu.node} waits {seconds:.3f} s less than the typical process"
 
 
-def slow_nodes(every: Sequence[Gpu]) -> dict[str, str]:
+def slow_nodes(every: Sequence[RunGpu]) -> dict[str, str]:
     """For each slow node the reason: its slowest GPU, or the process that waits least."""
     late, factors = least_wait(every), slowdowns(every)
     why = {late[0].node: late_host(*late)} if late and late[1] else {}
@@ -114,7 +114,7 @@ def slow_nodes(every: Sequence[Gpu]) -> dict[str, str]:
     return why | {gpu.node: slow_gpu(gpu, factors[gpu]) for gpu in slow}
 
 
-def heat_maps(every: Sequence[Gpu]) -> tuple[list[dict[str, Any]], list[str]]:
+def heat_maps(every: Sequence[RunGpu]) -> tuple[list[dict[str, Any]], list[str]]:
     """The GPUs by node: a picture for each quantity with an outlier, and a sentence for each
     quantity without one. A quantity that fewer than two GPUs have has neither."""
     clocks = {gpu: 1 / gpu.clock for gpu in every if gpu.clock}
@@ -147,16 +147,16 @@ def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
 
 
-def _nodes(every: Sequence[Gpu]) -> dict[str, list[Gpu]]:
+def _nodes(every: Sequence[RunGpu]) -> dict[str, list[RunGpu]]:
     """GPUs by node. All nodes are in their order; if there are too many, only the slowest, with the
     slowest first."""
-    nodes: dict[str, list[Gpu]] = defaultdict(list)
+    nodes: dict[str, list[RunGpu]] = defaultdict(list)
     for gpu in every:
         nodes[gpu.node].append(gpu)
     if len(nodes) > MOST_NODES:
         slow = slowdowns(every)
 
-        def key(item: tuple[str, list[Gpu]]) -> tuple[float, float]:
+        def key(item: tuple[str, list[RunGpu]]) -> tuple[float, float]:
             return -max(slow[g] for g in item[1]), min((g.wait or 0.0) for g in item[1])
 
         nodes = dict(sorted(nodes.items(), key=key)[:MOST_NODES])
@@ -164,7 +164,8 @@ def _nodes(every: Sequence[Gpu]) -> dict[str, list[Gpu]]:
 
 
 def _heat_map(
-    title: str, unit: str, known: dict[Gpu, float], bad: list[Gpu], nodes: dict[str, list[Gpu]],
+    title: str, unit: str, known: dict[RunGpu, float], bad: list[RunGpu],
+    nodes: dict[str, list[RunGpu]],
 ) -> dict[str, Any]:  # fmt: skip
     """A picture: its cells, which are thick lines, one path for normal ones and one for outliers;
     the nodes' names and the labels of the outliers `bad`; and what it says in words."""

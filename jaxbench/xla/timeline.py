@@ -69,7 +69,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class Span:
     """An interval of a stream: the instruction that occupies it, the number of its launches, and
     the kernel or collective that it runs. `start_s` counts from the start of its computation."""
 
@@ -84,17 +84,17 @@ class Slice:
 @dataclass(frozen=True, slots=True)
 class Repeated:
     """A computation in a loop: its start, the seconds of an iteration, the number of iterations,
-    and its slices."""
+    and its spans."""
 
     start_s: float
     seconds: float
     times: int
-    slices: "list[Slice | Repeated]"
+    spans: "list[Span | Repeated]"
 
 
 @dataclass
 class Schedule:
-    """Simulated times of a step, kernel launches, all collectives, and `slices` along the step.
+    """Simulated times of a step, kernel launches, all collectives, and `spans` along the step.
 
     `parts` are the seconds of kernels by part, without overlap. `slowed_s` is what overlapping
     collectives add to them. `exposed_s` is the wait for collectives and for copies from and to the
@@ -110,7 +110,7 @@ class Schedule:
     transfers: list[Transfer] = field(default_factory=list)
     host: HostTraffic = field(default_factory=HostTraffic)
     computes: bool = False
-    slices: list[Slice | Repeated] = field(default_factory=list)
+    spans: list[Span | Repeated] = field(default_factory=list)
 
     @property
     def kernel_s(self) -> float:
@@ -129,7 +129,7 @@ class Schedule:
 
     def add(self, body: "Schedule", times: int) -> None:
         """Adds a computation that runs `times` times."""
-        self.slices.append(Repeated(self.step_s, body.step_s, times, body.slices))
+        self.spans.append(Repeated(self.step_s, body.step_s, times, body.spans))
         for name, seconds in body.parts.items():
             self.parts[name] += seconds * times
         self.slowed_s += body.slowed_s * times
@@ -143,15 +143,15 @@ class Schedule:
         self, stream: str, name: str, start_s: float, seconds: float, launches: int = 0,
         cause: Kernel | Collective | None = None,
     ) -> None:  # fmt: skip
-        """Adds a slice, unless it has no launch and takes no time."""
+        """Adds a span, unless it has no launch and takes no time."""
         if seconds > 0 or launches:
-            self.slices.append(Slice(stream, name, start_s, seconds, launches, cause))
+            self.spans.append(Span(stream, name, start_s, seconds, launches, cause))
 
     def slow(self, name: str, seconds: float) -> None:
         """Adds seconds by which collectives slow down the kernels of the last instruction."""
-        last = self.slices[-1] if self.slices else None
-        if isinstance(last, Slice) and (last.stream, last.name) == (KERNELS, name):
-            self.slices[-1] = replace(last, seconds=last.seconds + seconds)
+        last = self.spans[-1] if self.spans else None
+        if isinstance(last, Span) and (last.stream, last.name) == (KERNELS, name):
+            self.spans[-1] = replace(last, seconds=last.seconds + seconds)
         else:
             self.occupy(KERNELS, name, self.step_s, seconds)
         self.slowed_s += seconds

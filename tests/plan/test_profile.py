@@ -15,7 +15,7 @@ from jaxbench.plan import command, compare_profile
 from jaxbench.recipe.settings import AXES
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.schedule import Walk
-from jaxbench.xla.timeline import Slice
+from jaxbench.xla.timeline import Span
 
 SPACE = """
 planes {{
@@ -27,14 +27,14 @@ EVENT = """events {{ metadata_id: 1 offset_ps: {start} duration_ps: {length}
 stats {{ metadata_id: 1 str_value: "{name}" }} }}"""
 
 
-def unrolled(slices, start_s=0.0):
-    """Every slice of every iteration, with times from the start of the step."""
-    for entry in slices:
-        if isinstance(entry, Slice):
+def unrolled(spans, start_s=0.0):
+    """Every span of every iteration, with times from the start of the step."""
+    for entry in spans:
+        if isinstance(entry, Span):
             yield replace(entry, start_s=start_s + entry.start_s)
         else:
             for n in range(entry.times):
-                yield from unrolled(entry.slices, start_s + entry.start_s + n * entry.seconds)
+                yield from unrolled(entry.spans, start_s + entry.start_s + n * entry.seconds)
 
 
 def made(folder, steps=2, slower=None, gap_s=0.0):
@@ -46,7 +46,7 @@ def made(folder, steps=2, slower=None, gap_s=0.0):
     longer, (slow, extra) = 0.0, slower or ("", 0.0)
     for step in range(steps):
         longer += gap_s
-        for each in unrolled(schedule.slices):
+        for each in unrolled(schedule.spans):
             seconds = each.seconds + (extra if each.name == slow else 0.0)
             start = step * schedule.step_s + longer + each.start_s
             events = lines.setdefault(each.stream, [])

@@ -138,7 +138,7 @@ def test_a_synchronous_collective_waits_for_others_unless_communicators_are_apar
     both.concurrent = "synchronous"
     found = schedule.Walk(both).under(SYSTEM)
     assert found.exposed_s == pytest.approx(GATHER_S)
-    assert found.slices[0].start_s == found.slices[1].start_s
+    assert found.spans[0].start_s == found.spans[1].start_s
 
 
 def test_collectives_on_other_links_have_a_line_of_their_own():
