@@ -50,7 +50,7 @@ def write_table(names: list[str], target: Target) -> int:
     current folder; 1 if a row failed, and is missing in it."""
     plans, failures = plan_all(runs(names, target), target)
     lines = [f"{run.recipe}-{run.row}: {reason}" for run, reason in failures.items()]
-    table = [sweep.cells(plan, target.name) for plan in plans]
+    table = [sweep.cells(plan, target.name) for plan in plans.values()]
     sweep.write_table(table, lines, Path(), [target])
     return int(bool(failures))
 

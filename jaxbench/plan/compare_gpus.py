@@ -161,25 +161,22 @@ def plan_cells(
             rows[cell.gpus] = whole_row(config, cell.gpus, changes, target.gpu)
         except RecipeError as error:
             cell.why = str(error)
-    found: dict[Run, Plan | str] = {}
+    found: dict[Run, Plan | str]
     if limit:
-        found |= {run: tuned(recipe, run, config, limit, target) for run, recipe in rows.values()}
+        found = {run: tuned(recipe, run, config, limit, target) for run, recipe in rows.values()}
     else:
-        runs = [run for run, _ in rows.values()]
-        plans, failures = plan_all(runs, target, config)
-        found |= failures
-        found |= zip((run for run in runs if run not in failures), plans, strict=True)
+        plans, failures = plan_all([run for run, _ in rows.values()], target, config)
+        found = {**plans, **failures}
     for cell in cells:
-        if cell.gpus not in rows:
-            yield cell, None
-            continue
-        run, _ = rows[cell.gpus]
-        outcome = found[run]
-        if isinstance(outcome, Plan):
-            yield cell, (run, outcome)
-        else:
-            cell.why = outcome
-            yield cell, None
+        planned = None
+        if cell.gpus in rows:
+            run, _ = rows[cell.gpus]
+            outcome = found[run]
+            if isinstance(outcome, Plan):
+                planned = run, outcome
+            else:
+                cell.why = outcome
+        yield cell, planned
 
 
 def whole_row(config: str, gpus: int, changes: list[str], gpu: hardware.Gpu) -> tuple[Run, Recipe]:

@@ -49,7 +49,7 @@ def progress() -> Progress:
 
 def plan_all(
     runs: list[Run], target: Target, config: str | None = None
-) -> tuple[list[Plan], dict[Run, str]]:
+) -> tuple[dict[Run, Plan], dict[Run, str]]:
     """The plans of runs in their order, and the reasons why others failed. Reasons are also printed
     at once. `config` is as in `plan_each`."""
     check_compiler()
@@ -65,7 +65,7 @@ def plan_all(
             else:
                 plans[run] = plan
             bar.update(task, advance=1, description=f"{run.recipe} {run.row}")
-    return [plans[run] for run in runs if run in plans], failures
+    return {run: plans[run] for run in runs if run in plans}, failures
 
 
 def plan_each(

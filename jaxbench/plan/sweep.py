@@ -51,9 +51,9 @@ def sweep(targets: list[Target], output: Path) -> int:
     table, lines, too_big = [], [], []
     for target in targets:
         plans, failures = plan_all(rows(target, target is targets[0]), target)
-        table += [cells(plan, target.name) for plan in plans]
+        table += [cells(plan, target.name) for plan in plans.values()]
         lines += [f"{r.recipe}-{r.row} on {target.name}: {why}" for r, why in failures.items()]
-        too_big += [f"{p.recipe}:{p.row} on {target.name}" for p in plans if not p.fits]
+        too_big += [f"{p.recipe}:{p.row} on {target.name}" for p in plans.values() if not p.fits]
     write_table(table, lines, output, targets)
     for name in too_big:
         print(f"{name} does not fit", file=sys.stderr)

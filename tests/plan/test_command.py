@@ -139,7 +139,7 @@ def test_all_plans_what_is_published_for_a_gpu(options, gpus, monkeypatch, tmp_p
     def plan_all(runs, target):
         models = ((run.model.family, run.model.size, run.precision.dtype) for run in runs)
         planned.update((target.name, *m, run.gpus) for m, run in zip(models, runs, strict=True))
-        return [], {}
+        return {}, {}
 
     monkeypatch.setattr(sweep, "plan_all", plan_all)
     assert command.main(["--all", *options, "--output", str(tmp_path)]) == 0

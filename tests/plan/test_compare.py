@@ -25,10 +25,10 @@ def compared(tmp_path, monkeypatch):
     12 of them cannot be compiled."""
 
     def plan_all(runs, target, config):
-        plans = [made(gpus=8, gpu=target.gpu) for run in runs if run.gpus == 8]
-        factor = 0.5 if target.name == "gb200" else 1.0
-        plans = [slower(plan, 12 * factor) for plan in plans]
-        return plans, {run: "killed by signal 9" for run in runs if run.gpus != 8}
+        step_s = 6 if target.name == "gb200" else 12
+        plan = slower(made(gpus=8, gpu=target.gpu), step_s)
+        failures = {run: "killed by signal 9" for run in runs if run.gpus != 8}
+        return {run: plan for run in runs if run.gpus == 8}, failures
 
     monkeypatch.setattr(compare_gpus, "check_compiler", lambda: None)
     monkeypatch.setattr(compare_gpus, "plan_all", plan_all)
@@ -104,7 +104,8 @@ def test_what_does_not_fit_is_no_winner(compared, monkeypatch):
     def plan_all(runs, target, config):
         plan = made(gpus=8, gpu=target.gpu)
         size = replace(plan.bytes_per_device, peak=2**38)
-        return [replace(plan, fits=False, bytes_per_device=size)], dict.fromkeys(runs[1:], "no")
+        too_big = replace(plan, fits=False, bytes_per_device=size)
+        return {runs[0]: too_big}, dict.fromkeys(runs[1:], "no")
 
     monkeypatch.setattr(compare_gpus, "plan_all", plan_all)
     status, content = compared()
