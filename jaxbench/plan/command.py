@@ -31,7 +31,7 @@ from jaxbench.plan import (
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.arguments import DEFAULT_GPU, LIMIT, check_arguments, make_parser
 from jaxbench.plan.plan import Memory, Plan, make_plan, read
-from jaxbench.plan.processes import CACHE, INTERRUPTED
+from jaxbench.plan.processes import CACHE, resumable
 from jaxbench.plan.row_page import plan_page
 from jaxbench.plan.systems import Target
 from jaxbench.recipe import derived_rows, recipes
@@ -91,7 +91,8 @@ def find_remedy(run: Run, plan: Plan, gpu: Gpu, command: str) -> Iterator[str]:
     searching.tried[searching.row] = search.Outcome.of(plan)
     described, asking = ask_cudnn.for_compiler(gpu)
     devices = compile_only_devices(described, run.gpus)
-    for candidate in (new for _ in range(REMEDIES) for new in searching.batch(1)):
+    while len(searching.tried) <= REMEDIES and (batch := searching.batch(1)):
+        (candidate,) = batch
         absent = mesh.make_mesh(candidate.mesh_shape, devices)
         with jax.set_mesh(absent), compiling(candidate):
             compiled, _, _ = compile_program(candidate, flags.PLANNED | asking, guide)
@@ -132,7 +133,7 @@ def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
         row, recipe = resolve(args.config, args.gpus, args.set, target.gpu)
         limit = args.limit or LIMIT
         return search.search(recipe, row, args.config, limit, target, args.format, args.output)
-    return sweep.sweep(targets, args.output or CACHE)
+    return sweep.sweep(targets, args.output)
 
 
 def plan_one(args: argparse.Namespace, target: Target) -> int:
@@ -176,24 +177,22 @@ def read_file(args: argparse.Namespace, target: Target) -> int:
 
 
 @command
+@resumable
 def main(argv: Sequence[str] | None) -> int:
     """Returns 0, or 1 when a plan does not fit."""
     args = make_parser().parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     targets = find_targets(args)
     check_arguments(args, targets[0].gpu)
-    output = args.output or (CACHE if args.all else None)
-    for folder in filter(None, (args.dump, output if args.all else None)):
+    if args.all:
+        args.output = args.output or CACHE
+    for folder in filter(None, (args.dump, args.output if args.all else None)):
         folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
-        for path in filter(None, (args.dump, output)):
+        for path in filter(None, (args.dump, args.output)):
             held.enter_context(owned(path))
-        try:
-            if args.profile or args.hlo:
-                return read_file(args, targets[0])
-            if args.diff or args.all or args.search:
-                return plan_many(args, targets)
-            return plan_one(args, targets[0])
-        except KeyboardInterrupt:
-            print(INTERRUPTED, file=sys.stderr)
-            return 130
+        if args.profile or args.hlo:
+            return read_file(args, targets[0])
+        if args.diff or args.all or args.search:
+            return plan_many(args, targets)
+        return plan_one(args, targets[0])

@@ -7,9 +7,8 @@ says why, and the others go on.
 """
 
 import argparse
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from jaxbench.plan.compare_arguments import check_arguments, make_parser, models
 from jaxbench.plan.compare_cells import Cell, Figures, PlannedRow, as_table, mark, train_state
 from jaxbench.plan.compare_page import compare_page
 from jaxbench.plan.plan import Plan
-from jaxbench.plan.processes import INTERRUPTED, plan_all
+from jaxbench.plan.processes import plan_all, resumable
 from jaxbench.plan.systems import Target
 from jaxbench.recipe import flops, hugging_face, recipes
 from jaxbench.recipe.families import MODELS
@@ -44,6 +43,7 @@ CURVE = [*(2**n for n in range(3, 17)), 100_000]
 
 
 @command
+@resumable
 def main(argv: Sequence[str] | None) -> int:
     """Returns 0, or 1 if no cell fits."""
     args = make_parser().parse_args(argv)
@@ -52,14 +52,8 @@ def main(argv: Sequence[str] | None) -> int:
     args.set = [*changes, *args.set]
     targets = [with_system(target, args.system) for target in args.gpu]
     check_compiler()
-    with ExitStack() as held:
-        if args.output:
-            held.enter_context(owned(args.output))
-        try:
-            return _compare(args, configs, targets)
-        except KeyboardInterrupt:
-            print(INTERRUPTED, file=sys.stderr)
-            return 130
+    with owned(args.output) if args.output else nullcontext():
+        return _compare(args, configs, targets)
 
 
 def _compare(

@@ -10,8 +10,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import wraps
 from pathlib import Path
 
 from rich.console import Console
@@ -33,11 +34,24 @@ CACHE = Path("results", "plan")
 PROCESS_BYTES = 5 * 2**30
 """Bytes that one process may need: the compiler's memory for the largest rows, and a margin."""
 
-INTERRUPTED = "interrupted; finished plans are kept, and the same command continues from them"
-"""What a command says when its user interrupts it."""
-
 ERROR = re.compile(r"(error|[\w.]*(Error|Exception|Failed)): .")
 """The start of the line that gives the reason why a process failed."""
+
+
+def resumable(main: Callable[[Sequence[str] | None], int]) -> Callable[[Sequence[str] | None], int]:
+    """Decorates the function of a command that makes plans. If its user interrupts it, it says that
+    the cache has the finished plans, and returns 130."""
+
+    @wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        try:
+            return main(argv)
+        except KeyboardInterrupt:
+            kept = "finished plans are kept, and the same command continues from them"
+            print(f"interrupted; {kept}", file=sys.stderr)
+            return 130
+
+    return run
 
 
 def progress() -> Progress:

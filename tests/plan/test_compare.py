@@ -99,6 +99,16 @@ def test_systems_are_told_apart_by_their_names(tmp_path, capsys):
     assert_mistake(compare_gpus.main, words, "another GPU is called h100; rename the file", capsys)
 
 
+def test_an_interrupted_comparison_says_that_it_can_go_on(monkeypatch, capsys):
+    def plan_all(runs, target, config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare_gpus, "check_compiler", lambda: None)
+    monkeypatch.setattr(compare_gpus, "plan_all", plan_all)
+    assert compare_gpus.main(WORDS) == 130
+    assert "the same command continues from them" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_no_winner(compared, monkeypatch):
     def plan_all(runs, target, config):
