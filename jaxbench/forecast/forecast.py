@@ -2,7 +2,7 @@
 `docs/forecast.md` compares it with published steps."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from jaxbench.base.hardware import Gpu
@@ -62,16 +62,21 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
     for transfer in expected.transfers:
         parts[f"exposed: {axes(transfer.collective)}"] += transfer.exposed_s
     parts["exposed: host"] = expected.host.exposed_s
-    measured_s, beyond, unknown, used = _bases(walk, costs)
-    assumed = {name: s for name in tables.assumed if (s := _seconds(used, [name]))}
-    share = _seconds(used, assumed) / (expected.step_s or 1.0)
+    bases = _bases(walk, costs)
+    assumed = {name: s for name in tables.assumed if (s := bases.seconds_by([name]))}
+    share = bases.seconds_by(assumed) / (expected.step_s or 1.0)
     rates = dict.fromkeys(map(in_words, assumed))
-    largest = sorted(beyond, key=lambda work: -beyond[work])
-    beyond_s, unknown_s = sum(beyond.values()), sum(unknown.values())
-    rests_on = {"measured shapes": measured_s, "in proportion": beyond_s, "nothing": unknown_s}
-    rests_on["links"] = expected.slowed_s + expected.exposed_s
+    largest = sorted(bases.beyond, key=lambda work: -bases.beyond[work])
+    beyond_s, unknown_s = sum(bases.beyond.values()), sum(bases.unknown.values())
+    rests_on = {
+        "measured shapes": bases.measured_s,
+        "in proportion": beyond_s,
+        "nothing": unknown_s,
+        "links": expected.slowed_s + expected.exposed_s,
+    }
     rests_on["bytes"] = max(0.0, expected.step_s - sum(rests_on.values()))
     by_size = sorted(rests_on.items(), key=lambda base: -base[1])
+    used = {name for names in bases.used for name in names}
     return Forecast(
         step_s=expected.step_s,
         interval=interval(expected.step_s, share, [*rates], errors()),
@@ -79,12 +84,8 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
         rests_on={name: s for name, s in by_size if s > 0},
         outside=(beyond_s + unknown_s) / (expected.kernel_s or 1.0),  # 0 without kernels
         beyond=[_named(work) for work in largest[:SHOWN]],
-        sources={
-            kind: source
-            for kind, source in tables.sources.items()
-            if _used(kind, {name for names in used for name in names})
-        },
-        unknown=unknown,
+        sources={kind: source for kind, source in tables.sources.items() if _used(kind, used)},
+        unknown=dict(bases.unknown),
         assumed=[
             f"{display_name(name)}: {tables.assumed[name]} "
             f"({100 * s / expected.step_s:.1f} % of the step)"
@@ -98,40 +99,45 @@ def expected_schedule(walk: Walk, gpu: Gpu, tables: Tables) -> Schedule:
     return walk.under(Measured(gpu, tables))
 
 
-def _bases(
-    walk: Walk, costs: Measured
-) -> tuple[float, dict[Work, float], dict[str, float], dict[tuple[str, ...], float]]:
-    """What the seconds of a step rest on. Returns four things:
+@dataclass
+class _Bases:
+    """What the seconds of a step's kernels rest on.
 
-    - the seconds of work whose sizes the tables cover;
-    - the seconds of each work beyond the tables;
-    - the seconds of each custom call without a rule, from the bytes that it moves;
-    - the seconds of all work by the tables that it uses. A gradient of grouped weights uses the
-      table of grouped matmuls too.
+    `measured_s` are the seconds of work whose sizes the tables cover. `beyond` has the seconds of
+    each work beyond the tables, and `unknown` those of each custom call without a rule, from the
+    bytes that it moves. `used` has the seconds of all work by the tables that it uses.
     """
-    measured_s = 0.0
-    used: defaultdict[tuple[str, ...], float] = defaultdict(float)
-    beyond: defaultdict[Work, float] = defaultdict(float)
-    unknown: defaultdict[str, float] = defaultdict(float)
+
+    measured_s: float = 0.0
+    beyond: defaultdict[Work, float] = field(default_factory=lambda: defaultdict(float))
+    unknown: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    used: defaultdict[tuple[str, ...], float] = field(default_factory=lambda: defaultdict(float))
+
+    def seconds_by(self, tables: Collection[str]) -> float:
+        """Seconds of work that uses one of these tables."""
+        return sum(
+            seconds
+            for names, seconds in self.used.items()
+            if any(within(name, table) for name in names for table in tables)
+        )
+
+
+def _bases(walk: Walk, costs: Measured) -> _Bases:
+    """What the seconds of a program's walk rest on."""
+    bases = _Bases()
     for _, kernel, runs in walk.kernels():
         for work in kernel.works:
             seconds = costs.work(work) * runs
+            # A gradient of grouped weights uses the table of grouped matmuls too.
             also = [f"grouped {work.format}"] if work.kind == "grouped_weights" else []
-            used[costs.table(work), *also] += seconds
+            bases.used[costs.table(work), *also] += seconds
             if costs.covers(work):
-                measured_s += seconds
+                bases.measured_s += seconds
             else:
-                beyond[work] += seconds
+                bases.beyond[work] += seconds
         if kernel.unknown:
-            unknown[kernel.unknown] += sum(costs.kernel(kernel).values()) * runs
-    return measured_s, dict(beyond), dict(unknown), used
-
-
-def _seconds(used: Mapping[tuple[str, ...], float], stated: Collection[str]) -> float:
-    """Seconds of work that uses one of these tables."""
-    return sum(
-        s for names, s in used.items() if any(within(name, of) for name in names for of in stated)
-    )
+            bases.unknown[kernel.unknown] += sum(costs.kernel(kernel).values()) * runs
+    return bases
 
 
 def _used(kind: str, used: Collection[str]) -> bool:
