@@ -116,25 +116,36 @@ def merged(a: Run, b: Run, base: Run) -> Run | None:
     """What `a` and `b` change in the layout and the options of `base`, in one candidate. None if
     both change the same setting, or if the result cannot run."""
 
-    def values(run: Run) -> list[Any]:
-        execution, precision = run.execution, run.precision
-        xla_flags, sums = execution.xla_flags, execution.replica_sums
-        return [run.parallelism, run.microbatch, execution.expert_parts, xla_flags, sums, precision]
+    def values(run: Run) -> dict[str, Any]:
+        return {
+            "parallelism": run.parallelism,
+            "microbatch": run.microbatch,
+            "expert_parts": run.execution.expert_parts,
+            "xla_flags": run.execution.xla_flags,
+            "replica_sums": run.execution.replica_sums,
+            "precision": run.precision,
+        }
 
-    both = []
-    for old, one, other in zip(values(base), values(a), values(b), strict=True):
-        if old not in (one, other):
+    of_a, of_b = values(a), values(b)
+    new: dict[str, Any] = {}
+    for name, old in values(base).items():
+        if old not in (of_a[name], of_b[name]):
             return None
-        both.append(other if one == old else one)
-    parallelism, microbatch, parts, xla_flags, sums, precision = both
-    execution = {"expert_parts": parts, "xla_flags": xla_flags, "replica_sums": sums}
+        new[name] = of_b[name] if of_a[name] == old else of_a[name]
     try:
         return replace(
             base,
-            parallelism=parallelism,
-            batch=replace(base.batch, microbatch=microbatch),
-            execution=replace(base.execution, remat="full", offload="none", **execution),
-            precision=precision,
+            parallelism=new["parallelism"],
+            batch=replace(base.batch, microbatch=new["microbatch"]),
+            execution=replace(
+                base.execution,
+                remat="full",
+                offload="none",
+                expert_parts=new["expert_parts"],
+                xla_flags=new["xla_flags"],
+                replica_sums=new["replica_sums"],
+            ),
+            precision=new["precision"],
         )
     except RecipeError:
         return None
@@ -202,8 +213,8 @@ def distance(a: Run, b: Run) -> int:
     """The number of changes between two layouts. Each prime factor of an axis size that moves to
     another axis counts one. So does another microbatch, unless a device has as many tokens of it as
     before. Other virtual stages count one if the pipelines have equally many ranks. `expert_parts`
-    counts only between layouts that are otherwise
-    equal, since mesh and microbatch decide which numbers of parts are possible."""
+    counts only between layouts that are otherwise equal, since mesh and microbatch decide which
+    numbers of parts are possible."""
     sizes = zip(a.mesh_shape, b.mesh_shape, strict=True)
     moved = sum(_prime_factors(max(1, x // math.gcd(x, y))) for x, y in sizes)
     p, q = a.parallelism, b.parallelism

@@ -9,8 +9,8 @@ compiled plans.
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import combinations, permutations
 from pathlib import Path
 from textwrap import shorten
@@ -24,7 +24,7 @@ from jaxbench.base.hardware import Gpu
 from jaxbench.base.terminal import console, write
 from jaxbench.plan import candidates
 from jaxbench.plan.absent import check_compiler
-from jaxbench.plan.candidates import estimated_peak, layout, least_state, merged, options
+from jaxbench.plan.candidates import Policy, estimated_peak, layout, least_state, merged, options
 from jaxbench.plan.plan import Plan, grown_most, parts
 from jaxbench.plan.processes import plan_each, progress
 from jaxbench.plan.systems import Target
@@ -115,21 +115,23 @@ class Search:
     def _next_to(self, best: Run, share: float) -> list[Run]:
         """What is worth compiling next to the best candidate, the most promising first. The
         estimate for a new layout may reach this share of the memory limit."""
-        fastest = partial(self._fastest, share=share)
         best_s = self.tried[best].seconds
+
+        def fastest(runs: Iterable[Run]) -> dict[Run, float]:
+            return dict(new for run in runs if (new := self._fastest(run, share)))
+
         near = [run for run in self.layouts if candidates.distance(run, best) == 1]
         single = [_with_options_of(run, best) for run in near]
-        slower = self._slower_options()
+        known_slower = self._slower_options() - {*options(best)}
         other = candidates.other_options(best, self.fixed)
-        before = options(best)
-        single += [run for run in other if slower.isdisjoint({*options(run)} - {*before})]
-        found = dict(filter(None, map(fastest, single)))
+        single += [run for run in other if known_slower.isdisjoint(options(run))]
+        found = fastest(single)
         promising = [run for run in sorted(found, key=found.__getitem__) if found[run] < best_s]
         pairs = (merged(one, other, best) for one, other in combinations(promising[:PAIRED], 2))
         fit = [run for run in pairs if run and least_state(run) <= self.limit]
-        found |= dict(filter(None, map(fastest, fit)))
+        found |= fastest(fit)
         found = {run: seconds for run, seconds in found.items() if seconds < (1 + DOUBT) * best_s}
-        again = fastest(best)
+        again = self._fastest(best, share)
         if again and again[1] < WORTH * best_s:
             found[again[0]] = again[1]
         return sorted(found, key=found.__getitem__)
@@ -160,31 +162,45 @@ class Search:
         compiled = [other for other in same if self.tried[other].peak < math.inf]
         if same and not compiled:
             return None
-        best = self.best()
-        near = compiled or [best or min(self.tried, key=lambda other: self.tried[other].peak)]
-        peaks = [(estimated_peak(other), self.tried[other].peak) for other in near]
-        room = self.limit * (1 if compiled else share)
-        every = candidates.policies(run, self.remat, self.offload)
-        if best and run.parallelism.pipeline == 1:
-            every = [candidates.policy_of(best), *every]
-        needed = {policy: _peak(estimated_peak(run, policy), peaks) for policy in every}
-        fitting = [policy for policy in every if needed[policy] <= room]
-        if not fitting and best is None:
-            fitting = [min(every, key=needed.__getitem__)]
-        base = min(compiled, key=lambda other: self.tried[other].seconds, default=best)
-        step_s = self.tried[base].seconds if base else math.inf
-        if base and step_s < math.inf:
-            without_policy_s = self._without_policy_s(run, base)
-        else:  # the times of nothing are known, so seconds only order policies
-            step_s = without_policy_s = 1.0
-        expected = {
-            policy: without_policy_s + candidates.policy_s(run, policy, step_s, self.gpu)
-            for policy in fitting
-        }
+        fitting = self._fitting(run, compiled, share)
+        expected = self._expected_s(run, fitting, compiled)
         for policy in sorted(fitting, key=lambda each: (expected[each], each.host)):
             if new := candidates.with_policy(run, policy):
                 return None if new in self.tried else (new, expected[policy])
         return None
+
+    def _fitting(self, run: Run, compiled: list[Run], share: float) -> list[Policy]:
+        """The policies with which we expect a run to fit, by the peaks of what was `compiled` with
+        its layout and options, or else of the best candidate. If none is expected to fit and
+        nothing has fitted yet, the policy with the lowest peak."""
+        best = self.best()
+        near = compiled or [best or min(self.tried, key=lambda other: self.tried[other].peak)]
+        peaks = [(estimated_peak(other), self.tried[other].peak) for other in near]
+        every = candidates.policies(run, self.remat, self.offload)
+        if best and run.parallelism.pipeline == 1:
+            every = [candidates.policy_of(best), *every]
+        needed = {policy: _peak(estimated_peak(run, policy), peaks) for policy in every}
+        room = self.limit * (1 if compiled else share)
+        fitting = [policy for policy in every if needed[policy] <= room]
+        if not fitting and best is None:
+            return [min(every, key=needed.__getitem__)]
+        return fitting
+
+    def _expected_s(
+        self, run: Run, policies: list[Policy], compiled: list[Run]
+    ) -> dict[Policy, float]:
+        """The seconds that we expect of a step with each of these policies, from the fastest
+        candidate that was `compiled` with the run's layout and options, or else from the best one.
+        If the times of nothing are known, the seconds only order policies."""
+        base = min(compiled, key=lambda other: self.tried[other].seconds, default=self.best())
+        step_s = without_policy_s = 1.0
+        if base and self.tried[base].seconds < math.inf:
+            step_s = self.tried[base].seconds
+            without_policy_s = self._without_policy_s(run, base)
+        return {
+            policy: without_policy_s + candidates.policy_s(run, policy, step_s, self.gpu)
+            for policy in policies
+        }
 
     def _without_policy_s(self, run: Run, base: Run) -> float:
         """The step that we expect of a candidate from the plan of another one, without what its
