@@ -3,9 +3,9 @@ of all GPUs by node."""
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxbench.base.errors import listed
 from jaxbench.base.outliers import GPU_SPREAD, STEP_SPREAD, outliers
@@ -114,32 +114,61 @@ def slow_nodes(every: Sequence[RunGpu]) -> dict[str, str]:
     return why | {gpu.node: slow_gpu(gpu, factors[gpu]) for gpu in slow}
 
 
+class Quantity(NamedTuple):
+    """A quantity that some GPUs of a run have, and those of them whose value is an outlier, the
+    lowest value first."""
+
+    title: str
+    unit: str
+    values: dict[RunGpu, float]
+    outlying: list[RunGpu]
+
+
+def _quantity(
+    title: str, unit: str, values: Mapping[RunGpu, float | None], outlying: Collection[RunGpu]
+) -> Quantity:
+    """A quantity from the values of all GPUs, None where it is not recorded."""
+    known = {gpu: value for gpu, value in values.items() if value is not None}
+    bad = sorted((gpu for gpu in known if gpu in outlying), key=lambda gpu: known[gpu])
+    return Quantity(title, unit, known, bad)
+
+
+def _quantities(every: Sequence[RunGpu]) -> Iterator[Quantity]:
+    """What we compare GPUs by."""
+    slow_clocks = outliers({gpu: 1 / gpu.clock for gpu in every if gpu.clock}, GPU_SPREAD)
+    clocks = {gpu: _percent(gpu.clock) for gpu in every}
+    yield _quantity("SM clock under load", "% of the highest", clocks, slow_clocks)
+
+    low_powers = outliers({gpu: 1 / gpu.power_w for gpu in every if gpu.power_w}, GPU_SPREAD)
+    powers = {gpu: gpu.power_w for gpu in every}
+    yield _quantity("power under load", "W", powers, low_powers)
+
+    seconds = {gpu: gpu.products_s for gpu in every if gpu.products_s}
+    fastest = min(seconds.values(), default=0.0)
+    speeds = {gpu: _percent(fastest / s) for gpu, s in seconds.items()}
+    slow = outliers(seconds, GPU_SPREAD)
+    yield _quantity("speed of matmuls alone", "% of the fastest", speeds, slow)
+
+    late = least_wait(every)
+    waiting = [gpu for gpu in every if late and late[1] and gpu.rank == late[0].rank]
+    waits = {gpu: _percent(gpu.wait) for gpu in every}
+    yield _quantity("wait for the device", "% of the step", waits, waiting)
+
+
 def heat_maps(every: Sequence[RunGpu]) -> tuple[list[dict[str, Any]], list[str]]:
     """The GPUs by node: a picture for each quantity with an outlier, and a sentence for each
     quantity without one. A quantity that fewer than two GPUs have has neither."""
-    clocks = {gpu: 1 / gpu.clock for gpu in every if gpu.clock}
-    powers = {gpu: 1 / gpu.power_w for gpu in every if gpu.power_w}
-    matmuls = {gpu: gpu.products_s for gpu in every if gpu.products_s}
-    fastest = min(matmuls.values(), default=0.0)
-    late = least_wait(every)
     pictures, sentences = [], []
-    for title, unit, values, bad in (
-        ("SM clock under load", "% of the highest", {g: _percent(g.clock) for g in every},
-         {*outliers(clocks, GPU_SPREAD)}),
-        ("power under load", "W", {g: g.power_w for g in every}, {*outliers(powers, GPU_SPREAD)}),
-        ("speed of matmuls alone", "% of the fastest",
-         {g: _percent(fastest / s) for g, s in matmuls.items()}, {*outliers(matmuls, GPU_SPREAD)}),
-        ("wait for the device", "% of the step", {g: _percent(g.wait) for g in every},
-         {g for g in every if late and late[1] and g.rank == late[0].rank}),
-    ):  # fmt: skip
-        known = {gpu: value for gpu, value in values.items() if value is not None}
-        outlying = sorted((gpu for gpu in known if gpu in bad), key=lambda gpu: known[gpu])
-        if len(known) > 1 and outlying:
-            pictures.append(_heat_map(title, unit, known, outlying, _nodes(every)))
-        elif len(known) > 1:
-            least, most = f"{min(known.values()):.1f}", f"{max(known.values()):.1f}"
+    for quantity in _quantities(every):
+        if len(quantity.values) < 2:
+            continue
+        if quantity.outlying:
+            pictures.append(_heat_map(quantity, _nodes(every)))
+        else:
+            values, unit = quantity.values.values(), quantity.unit
+            least, most = f"{min(values):.1f}", f"{max(values):.1f}"
             spread = f"{least} {unit} everywhere" if least == most else f"{least} to {most} {unit}"
-            sentences.append(f"{title}: {spread}")
+            sentences.append(f"{quantity.title}: {spread}")
     return pictures, sentences
 
 
@@ -163,12 +192,10 @@ def _nodes(every: Sequence[RunGpu]) -> dict[str, list[RunGpu]]:
     return nodes
 
 
-def _heat_map(
-    title: str, unit: str, known: dict[RunGpu, float], bad: list[RunGpu],
-    nodes: dict[str, list[RunGpu]],
-) -> dict[str, Any]:  # fmt: skip
+def _heat_map(quantity: Quantity, nodes: dict[str, list[RunGpu]]) -> dict[str, Any]:
     """A picture: its cells, which are thick lines, one path for normal ones and one for outliers;
-    the nodes' names and the labels of the outliers `bad`; and what it says in words."""
+    the nodes' names and the labels of the outliers; and what it says in words."""
+    known, bad = quantity.values, quantity.outlying
     names = [name if len(name) <= CHARACTERS else f"..{name[2 - CHARACTERS :]}" for name in nodes]
     start = 8 + CHARACTER * max(map(len, names))
     end = start + CELL * max(map(len, nodes.values()))
@@ -185,7 +212,8 @@ def _heat_map(
     others = f"; the others: {min(normal):.1f} to {max(normal):.1f}" if normal else ""
     outlying = (f"{gpu}: {known[gpu]:.1f}" for gpu in bad)
     return {
-        "title": title, "unit": unit, "cells": cells, "labels": labels, "end": end + 4,
+        "title": quantity.title, "unit": quantity.unit,
+        "cells": cells, "labels": labels, "end": end + 4,
         "names": [(ROW * row + 12, name) for row, name in enumerate(names)],
         "width": end + 4 + CHARACTER * max((len(text) for _, text in labels), default=0),
         "height": ROW * len(nodes), "says": listed(outlying, LABELLED, "; ") + others,

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -220,9 +220,18 @@ def find_changes(times: Sequence[float], threshold: float) -> dict[int, float]:
     return changes
 
 
-def nodes(history: Sequence[Series]) -> list[tuple[str, int, int, str]]:
-    """The slow nodes of the last weeks, the worst first: (node, runs in which it was slow, runs on
-    it, when and why it was slow last)."""
+class SlowNode(NamedTuple):
+    """A slow node: the number of runs in which it was slow, and of all runs on it; and when and why
+    it was slow last."""
+
+    name: str
+    slow: int
+    runs: int
+    last: str
+
+
+def worst_nodes(history: Sequence[Series]) -> list[SlowNode]:
+    """The slow nodes of the last weeks, the worst first."""
     points = sorted((p for series in history for p in series.points), key=lambda p: p.started)
     recent = [p for p in points if (points[-1].started - p.started).days < 7 * WEEKS]
     ran = Counter(n for p in recent for n in {gpu.node for gpu in gpus(p.result.run.record)})
@@ -231,7 +240,7 @@ def nodes(history: Sequence[Series]) -> list[tuple[str, int, int, str]]:
         for node, why in p.slow_nodes.items():
             slow[node].append(f"{p.started:%Y-%m-%d}: {why}")
     worst = sorted(slow, key=lambda node: -len(slow[node]) / ran[node])
-    return [(node, len(slow[node]), ran[node], slow[node][-1]) for node in worst]
+    return [SlowNode(node, len(slow[node]), ran[node], slow[node][-1]) for node in worst]
 
 
 def chart(series: Series, threshold: float) -> Chart | None:
@@ -287,10 +296,9 @@ def text(history: Sequence[Series], threshold: float) -> str:
         if (earlier := len(series.points) - SHOWN) > 0:
             lines.append(f"  and {earlier} earlier runs: --format json has all of them")
         lines.append("")
-    for node, slow, ran, last in nodes(history):
-        lines.append(
-            f"node {node} was slow in {slow} of {ran} runs of {WEEKS} weeks, last on {last}"
-        )
+    for node in worst_nodes(history):
+        when = f"{node.slow} of {node.runs} runs of {WEEKS} weeks, last on {node.last}"
+        lines.append(f"node {node.name} was slow in {when}")
     lines += [
         f"A change differs by more than {100 * threshold:g} % from the median since the change "
         "before, and by more than the runs' own spread.",

@@ -90,7 +90,7 @@ def history_page(rows: Sequence[history.Series], threshold: float) -> str:
         title="Training benchmark history",
         headline=history.headline(rows, threshold),
         rows=[(row, history.chart(row, threshold)) for row in rows],
-        nodes=history.nodes(rows),
+        nodes=history.worst_nodes(rows),
         weeks=history.WEEKS,
         shown=history.SHOWN,
         threshold=threshold,
