@@ -8,7 +8,7 @@ its iterations in memory.
 import codecs
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,48 +116,79 @@ def _plain(line: str) -> str:
     return printable(COLOURS.sub("", line))
 
 
+@dataclass
+class Log:
+    """What the lines of a log say.
+
+    `source` is the format of its iterations, one of `FORMATS`, and `other` a program whose format
+    we do not read. `batch`, `samples` and `tokens` are numbers by iteration: its sequences, the
+    sequences since the start, and its tokens. `memory` is the peak in bytes. `declared` has the
+    fields of an older script's first line.
+    """
+
+    workload: Workload
+    steps: Steps = field(default_factory=Steps)
+    source: str | None = None
+    other: str | None = None
+    batch: dict[int, int] = field(default_factory=dict)
+    samples: dict[int, int] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
+    memory: float = 0.0
+    smoke: bool = False
+    traced: bool = False
+    declared: dict[str, str] = field(default_factory=dict)
+
+    def add(self, line: str) -> None:
+        """Reads one line."""
+        if line.startswith("GSW:"):
+            self.declared = dict(re.findall(r"(\w+)=(\S+)", line))
+            self.workload = with_declared(self.declared, self.workload)
+        self.smoke = self.smoke or line.startswith(SMOKE[:9])
+        self.traced = self.traced or ("NCCL INFO" in line and "opCount" in line)
+        for name in [self.source] if self.source else FORMATS:
+            pattern, repeats = FORMATS[name]
+            if match := pattern.search(line):
+                self.source, self.steps.repeats = name, repeats
+                self._add_iteration(match.groupdict())
+                break
+        if self.source is None and self.other is None:
+            found = (name for name, pattern in OTHER_FORMATS.items() if pattern.search(line))
+            self.other = next(found, None)
+
+    def _add_iteration(self, values: dict[str, Any]) -> None:
+        """Adds an iteration by the named groups of its pattern, of which a format may lack some."""
+        iteration, last, count = int(values["n"]), values.get("last"), values.get("count")
+        self.steps.add(iteration, float(values["s"]), float(values["loss"]))
+        self.steps.expected = int(last) + 1 if last else int(count or PUBLISHED_STEPS)
+        self.memory = max(self.memory, float(values.get("memory") or 0))
+        for unit in ("batch", "samples", "tokens"):
+            if number := values.get(unit):
+                getattr(self, unit)[iteration] = int(number)
+
+
 def read(path: Path) -> RunData | None:
     """The run in a log; None for any other file."""
-    steps, workload = Steps(), workload_of(path)
-    logged: dict[str, dict[int, int]] = {"batch": {}, "samples": {}, "tokens": {}}
-    source = other = None
-    traced, smoke, memory, declarations = False, False, 0.0, {}
-    for line in (part for whole in lines(path) for part in RECORD_START.split(whole)):
-        if line.startswith("GSW:"):
-            declarations = dict(re.findall(r"(\w+)=(\S+)", line))
-            workload = with_declared(declarations, workload)
-        smoke = smoke or line.startswith(SMOKE[:9])
-        traced = traced or ("NCCL INFO" in line and "opCount" in line)
-        for name, (pattern, repeats) in FORMATS.items():
-            if (source or name) != name or not (match := pattern.search(line)):
-                continue
-            source, values, steps.repeats = name, match.groupdict(), repeats
-            steps.add(int(values["n"]), float(values["s"]), float(values["loss"]))
-            for unit, numbers in logged.items():
-                if number := values.get(unit):
-                    numbers[int(values["n"])] = int(number)
-            memory = max(memory, float(values.get("memory") or 0))
-            last, count = values.get("last"), values.get("count")
-            steps.expected = int(last) + 1 if last else int(count or PUBLISHED_STEPS)
-        if source is None and other is None:
-            other = next((name for name, at in OTHER_FORMATS.items() if at.search(line)), None)
-    if source is None and workload.model is None and other is None:
+    log = Log(workload_of(path))
+    for whole in lines(path):
+        for line in RECORD_START.split(whole):
+            log.add(line)
+    if log.source is None and log.workload.model is None and log.other is None:
         return None
-    sequences, tokens = logged["batch"] or _of_each(logged["samples"]), logged["tokens"]
-    run = _run(path, steps, workload, _first(sequences), _first(tokens))
-    if source is None:
-        of = f"a log of {other}: " if other else ""
+    sequences, tokens = log.batch or _of_each(log.samples), log.tokens
+    run = _run(path, log.steps, log.workload, _first(sequences), _first(tokens))
+    if log.source is None:
+        of = f"a log of {log.other}: " if log.other else ""
         run.failed = f"{of}it has no iteration in a known format ({', '.join(FORMATS)})"
-    if smoke:
+    if log.smoke:
         run.label = "smoke"
         run.not_comparable.insert(0, "smoke row on a CPU")
     if changed := _change(sequences, "sequences") or _change(tokens, "tokens"):
         run.not_comparable.insert(0, changed)
-    run.peak_memory = memory if 0 < memory < LARGEST else None
-    declarations.pop("JOB_ID", None)
-    run.record = {"environment": declarations} if declarations else {}
+    run.peak_memory = log.memory if 0 < log.memory < LARGEST else None
+    environment = {name: value for name, value in log.declared.items() if name != "JOB_ID"}
+    run.record = {"environment": environment} if environment else {}
     profiled = (path.parent / "nsys_profile").is_dir() or any(map(PROFILED.search, path.parts[-3:]))
-    if traced or profiled:
+    if log.traced or profiled:
         run.not_comparable.append("it was profiled, or traced by NCCL")
     return run
 
