@@ -39,6 +39,9 @@ SLOWED = "slowed by collectives, in loops"
 """Parts of a step besides `WAITS` and the kernels by what they are. The first two occur only in a
 profile, the third only in a forecast."""
 
+Seconds = defaultdict[str, list[float]]
+"""Measured and forecast seconds per step by the name of a part."""
+
 
 @dataclass
 class Expected:
@@ -154,20 +157,19 @@ def compare(
     measured = {
         name: sum(s for _, s in profile.launches[name]) / steps for name in profile.launches
     }
-    seconds: defaultdict[tuple[bool, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    kernels: Seconds = defaultdict(lambda: [0.0, 0.0])
+    links: Seconds = defaultdict(lambda: [0.0, 0.0])
     for name, line in expected.items():
-        key = line.stream != KERNELS, _part(line, axes)
-        seconds[key][0] += measured.get(name, 0.0)
-        seconds[key][1] += line.seconds
+        part = (kernels if line.stream == KERNELS else links)[_part(line, axes)]
+        part[0] += measured.get(name, 0.0)
+        part[1] += line.seconds
     computing = {name for name, line in expected.items() if line.stream == KERNELS}
     other = set(profile.launches) - expected.keys()
-    seconds[False, UNKNOWN][0] = sum(measured[name] for name in other)
+    kernels[UNKNOWN] = [sum(measured[name] for name in other), 0.0]
     step_s, busy_s = profile.duration_s / steps, profile.busy_s(computing | other) / steps
     any_s = profile.busy_s(set(profile.launches)) / steps
-    seconds[False, WAITS] = [any_s - busy_s, schedule.exposed_s]
-    seconds[False, GAPS] = [step_s - any_s, 0.0]
-    parts = {key: Part(name=key[1], measured_s=m, forecast_s=f)
-             for key, (m, f) in seconds.items() if m or f}  # fmt: skip
+    kernels[WAITS] = [any_s - busy_s, schedule.exposed_s]
+    kernels[GAPS] = [step_s - any_s, 0.0]
     kernel_s = sum(expected[name].seconds for name in computing)
     return Compared(
         profile=str(profile.folder),
@@ -176,11 +178,20 @@ def compare(
         steps=steps,
         measured_s=step_s,
         forecast_s=schedule.step_s,
-        kernels=[part for (on_links, _), part in parts.items() if not on_links],
-        links=[part for (on_links, _), part in parts.items() if on_links],
+        kernels=_parts(kernels),
+        links=_parts(links),
         largest=sorted(_differences(expected, measured), key=lambda d: -abs(d.longer_s))[:LARGEST],
         found=sum(expected[name].seconds for name in computing & measured.keys()) / kernel_s,
     )
+
+
+def _parts(seconds: Seconds) -> list[Part]:
+    """The parts that take any time."""
+    return [
+        Part(name=name, measured_s=measured, forecast_s=forecast)
+        for name, (measured, forecast) in seconds.items()
+        if measured or forecast
+    ]
 
 
 def _part(line: Expected, axes: Callable[[Collective], str]) -> str:
