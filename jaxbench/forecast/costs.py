@@ -301,7 +301,8 @@ class Measured(Roofline):
             direct = nic * self.tables.values["network", "direct"][(2,)] * 1e9
             return START + network + leaving / direct
         on_nvlink = collective.wire_bytes / collective.count / self._nvlink(collective.counts_as)
-        sending = max(on_nvlink, leaving / (nic * self._ring_share(domains) * 1e9))
+        share = share_of(self.tables.values["network", "ring"], domains)
+        sending = max(on_nvlink, leaving / (nic * share * 1e9))
         ring = (group - domains) * RING_NVLINK + (domains - 1) * network
         if collective.counts_as != "all-reduce":
             return START + ring + sending
@@ -321,14 +322,11 @@ class Measured(Roofline):
         """The factor by which NVLink is slower than on the GPU of the tables."""
         return self._measured.nvlink / self.gpu.nvlink
 
-    def _ring_share(self, domains: int) -> float:
-        """The share of the NICs' rate that a ring over domains reaches after its latencies."""
-        return share_of(self.tables.values["network", "ring"], domains)
-
 
 def share_of(table: Mapping[Sizes, float], domains: int) -> float:
-    """A share by the number of domains, interpolated over its logarithm. Beyond the table it is
-    extrapolated from the last two points, but not below `LEAST_SHARE`."""
+    """The share of the NICs' rate that a ring over domains reaches after its latencies,
+    interpolated over the logarithm of their number. Beyond the table it is extrapolated from the
+    last two points, but not below `LEAST_SHARE`."""
     points = sorted((log(sizes[0]), share) for sizes, share in table.items())
     x = log(domains)
     (x0, y0), (x1, y1) = points[-2:]

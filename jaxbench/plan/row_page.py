@@ -280,11 +280,9 @@ def bars_of_steps(
     f, bound_s = step.forecast, step.bound_step_s
     bars = [Bar("bound", "bound: no step can be faster", 0, bound_s, f"{three_digits(bound_s)} s")]
     if not f.unknown:
-        pieces, interval = (
-            waterfall(named_parts(seconds), three_digits),
-            (f.interval.low_s, f.interval.high_s),
-        )
         figure = f"{three_digits(f.step_s)} s"
+        pieces = waterfall(named_parts(seconds), three_digits)
+        interval = f.interval.low_s, f.interval.high_s
         bars.append(Bar("ours", "forecast", 0, f.step_s, figure, pieces, interval))
     if published:
         published_s, gpu = published

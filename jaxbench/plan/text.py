@@ -21,6 +21,12 @@ schedule is above the limit, XLA schedules again with nine tenths of it
 MOVES, SHOWN_MOVES = 0.1, 6
 """The least percent by which a change must move a forecast to be shown, and the most changes."""
 
+SHORT_S = 0.1
+"""Shorter steps, such as those of a single layer, are shown in ms."""
+
+ALWAYS = ("bf16", "fp8")
+"""Formats whose matmuls are counted even if there are none."""
+
 
 def in_gib(count: float) -> str:
     """Bytes in GiB, without the unit."""
@@ -114,11 +120,9 @@ def _host_memory(plan: Plan) -> list[str]:
     if size.host:
         fits = "" if size.host <= size.host_limit else "DOES NOT FIT: "
         return [f"  host        {fits}{gib(size.host)} of {gib(size.host_limit)} per device"]
-    return (
-        []
-        if READS_HOST or not asked
-        else ["  host        nothing is kept there: that needs jaxlib 0.11.2"]
-    )
+    if asked and not READS_HOST:
+        return ["  host        nothing is kept there: that needs jaxlib 0.11.2"]
+    return []
 
 
 def pipeline(plan: Plan) -> list[str]:
@@ -130,13 +134,6 @@ def pipeline(plan: Plan) -> list[str]:
         f"{p.microbatches} microbatches; each is idle for {100 * p.bubble:.1f} % of its busy time; "
         f"a stash for the activations of {p.slots} chunks; {p.padding} blocks of padding"
     ]
-
-
-SHORT_S = 0.1
-"""Shorter steps, such as those of a single layer, are shown in ms."""
-
-ALWAYS = ("bf16", "fp8")
-"""Formats whose matmuls are counted even if there are none."""
 
 
 def kernels(step: Step) -> str:
