@@ -71,13 +71,7 @@ def _compare(
                 add_figures(cell, *planned, assumed, args.tokens, price, power)
             cells.append(cell)
     mark(cells)
-    if args.config[0].endswith(".json"):
-        model = args.config[0]
-    else:
-        published = MODELS[next(iter(configs.values())).model]
-        changes = [change for change in args.set if change.startswith("model.")]
-        model = ", ".join([model_name(published.family, published.size), *changes])
-    state = train_state(cells)
+    model, state = _model(args, configs), train_state(cells)
     goodput = curves(state, assumed) if state else {}
     remarks = notes(cells, assumed, args.price)
     if args.format == "json":
@@ -90,6 +84,15 @@ def _compare(
     else:
         show(model, args.tokens, cells, remarks)
     return int(not any(cell.fits for cell in cells))
+
+
+def _model(args: argparse.Namespace, configs: dict[str, Recipe]) -> str:
+    """The name of the model, with the changes that a user makes to it."""
+    if args.config[0].endswith(".json"):
+        return args.config[0]
+    published = MODELS[next(iter(configs.values())).model]
+    changes = [change for change in args.set if change.startswith("model.")]
+    return ", ".join([model_name(published.family, published.size), *changes])
 
 
 def chosen(configs: Sequence[str]) -> tuple[dict[str, Recipe], list[str]]:

@@ -252,30 +252,33 @@ def search(
     state = run(recipe, row, config, limit, target)
     lines = table(state.tried, state.row)
     best = next((line for line in lines if line["fits"]), None)
-    counts = {"shapes": state.total, "state_does_not_fit": state.cannot_fit}
-    tried = f"{counted(len(lines), 'candidate')} compiled, of {state.total} meshes and microbatches"
-    if state.cannot_fit:
-        tried += f"; in {state.cannot_fit} of these the train state alone does not fit"
-    if best:
-        left = len(state.to_compile())
-        more = f"another {counted(left, 'candidate')} may be faster (--limit)"
-        tried += f"; {more}" if left else "; we expect no other to be as fast"
-    changes = [*row.overrides, *best["set"]] if best else []
-    setting = [word for text in changes for word in ("--set", text)]
-    command = " ".join(["--config", config, "--gpus", row.row, *target.options(), *setting])
     if form == "json":
+        counts = {"shapes": state.total, "state_does_not_fit": state.cannot_fit}
         write(as_json({"best": best, "candidates": lines, **counts}), output)
-    else:
-        show(lines)
-        print(f"\n{tried}")
-        if best is None:
-            print("nothing fits; use more GPUs or fewer layers, or a higher --limit")
-        else:
-            result = (
-                f"best: {best['step_s']:.3f} s" if best["set"] else "the row itself is the best"
-            )
-            print(f"{result}: {command}")
-    return int(best is None)
+        return int(best is None)
+    show(lines)
+    print(f"\n{what_was_tried(state)}")
+    if best is None:
+        print("nothing fits; use more GPUs or fewer layers, or a higher --limit")
+        return 1
+    changes = [f"--set {change}" for change in (*row.overrides, *best["set"])]
+    command = " ".join(["--config", config, "--gpus", row.row, *target.options(), *changes])
+    result = f"best: {best['step_s']:.3f} s" if best["set"] else "the row itself is the best"
+    print(f"{result}: {command}")
+    return 0
+
+
+def what_was_tried(state: Search) -> str:
+    """How many candidates a search has compiled, of how many, and whether others may be faster."""
+    compiled = counted(len(state.tried), "candidate")
+    text = f"{compiled} compiled, of {state.total} meshes and microbatches"
+    if state.cannot_fit:
+        text += f"; in {state.cannot_fit} of these the train state alone does not fit"
+    if state.best() is None:
+        return text
+    if left := len(state.to_compile()):
+        return f"{text}; another {counted(left, 'candidate')} may be faster (--limit)"
+    return f"{text}; we expect no other to be as fast"
 
 
 def fixed_keys(row: Run) -> frozenset[str]:
