@@ -141,12 +141,10 @@ class Measured(Roofline):
             grid = self.products.get(work.format)
             return grid is not None and grid.covers(self._as_measured(work))
         if work.kind in GROUPED:
-            times = self.tables.values.get((work.kind, work.format), {})
-            _, *axes = zip(*times, strict=True) if times else [()]
-            return bool(axes) and all(
-                min(axis) <= size <= max(axis)
-                for size, axis in zip(work.sizes[1:], axes, strict=True)
-            )
+            times = self.tables.values.get((work.kind, work.format))
+            # The number of groups has no influence.
+            one_group = {sizes[1:]: time for sizes, time in (times or {}).items()}
+            return bool(one_group) and Grid(one_group).covers(work.sizes[1:])
         if work.kind != "attention":
             return not work.flops
         times = self.tables.values["attention", direction(work)]
@@ -181,10 +179,9 @@ class Measured(Roofline):
     def _grouped_s(self, work: Work) -> float:
         """Seconds of a grouped matmul. It is no faster than a plain one of the same size. Without a
         table of their own, gradients of weights follow from the other grouped matmuls."""
-        kind, rate = "grouped", 1.0
-        if work.kind == "grouped_weights":
-            own = (work.kind, work.format) in self.tables.values
-            kind, rate = (work.kind, 1.0) if own else (kind, WEIGHTS)
+        kind, rate = work.kind, 1.0
+        if kind == "grouped_weights" and (kind, work.format) not in self.tables.values:
+            kind, rate = "grouped", WEIGHTS
         plain = self._product(replace(work, kind="product"))
         similar = self._by_similar_weight(kind, work)
         return plain if similar is None else max(plain, similar / rate)

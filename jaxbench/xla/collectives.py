@@ -3,10 +3,10 @@ time."""
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -196,17 +196,17 @@ def _mesh_groups(mesh: str, order: str | None, joined: str) -> tuple[tuple[int, 
     """The groups along axes of a mesh. `'a':(2)4` is the part of the axis `a` that has 4 members
     and lies below a part of 2 (XLA's sub-axes). `order` has the ids if they are not ascending."""
     sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", mesh)}
-    parts = [
-        (name, int(below or 1), int(below or 1) * int(size or sizes[name]))
-        for name, below, size in re.findall(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?", joined)
-    ]
+    parts: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for name, below, size in re.findall(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?", joined):
+        first = int(below or 1)
+        parts[name].append((first, first * int(size or sizes[name])))
     dims: list[int] = []
     reduced: list[bool] = []
-    for axis, size in sizes.items():
-        of = [part[1:] for part in parts if part[0] == axis]
-        for low, high in pairwise(sorted({1, size, *(cut for part in of for cut in part)})):
+    for axis, axis_size in sizes.items():
+        cuts = {1, axis_size, *chain.from_iterable(parts[axis])}
+        for low, high in pairwise(sorted(cuts)):
             dims.append(high // low)
-            reduced.append(any(first <= low and high <= last for first, last in of))
+            reduced.append(any(first <= low and high <= last for first, last in parts[axis]))
     ids = np.arange(math.prod(dims))
     if order and (iota := re.fullmatch(r"(?:.*<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?", order)):
         ids = ids.reshape(ints(iota[1])).transpose(ints(iota[2]) or None)  # [2,32]T(1,0)

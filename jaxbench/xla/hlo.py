@@ -234,16 +234,20 @@ class Program:
 
 def _product(i: Instruction, scope: Scope) -> Work:
     dtype, lhs = scope[i.operands[0]].arrays[0]
+    k = math.prod(lhs[d] for d in _dimensions(i, "lhs_contracting"))
+    batch = math.prod(lhs[d] for d in _dimensions(i, "lhs_batch"))
     result = math.prod(i.arrays[0][1])
     multiplied, matmuls = _multiplied(dtype, i)
-    k, batch = (
-        math.prod(lhs[d] for d in ints(i.attribute(rf'"?{dims}_dim\w*"?[=:][{{\[]([\d,"]*)[}}\]]')))
-        for dims in ("lhs_contracting", "lhs_batch")
-    )
     m = math.prod(lhs) // (batch * k)
     sizes = (batch, m, result // (batch * m), matmuls * k)
     flops, blocks = 2 * result * matmuls * k, i.opcode == "scaled-dot"
     return Work("product", multiplied, flops, sizes, blocks=blocks)
+
+
+def _dimensions(i: Instruction, role: str) -> list[int]:
+    """The dimensions of an operand of a matmul that have a role (`lhs_contracting`), from an
+    attribute or from the settings of cuBLAS."""
+    return ints(i.attribute(rf'"?{role}_dim\w*"?[=:][{{\[]([\d,"]*)[}}\]]'))
 
 
 def _multiplied(dtype: str, i: Instruction) -> tuple[str, int]:
