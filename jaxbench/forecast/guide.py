@@ -6,7 +6,6 @@ from jaxbench.forecast.tables import load
 from jaxbench.xla import host_copies
 from jaxbench.xla.collectives import completed
 from jaxbench.xla.hlo import Program
-from jaxbench.xla.kernels import launches_kernel
 from jaxbench.xla.schedule import Walk
 
 SCHEDULED = r'scheduling_name="([^"]*)"'
@@ -29,7 +28,7 @@ def guide(program: Program, gpu: Gpu) -> str:
             seconds[start.attribute(SCHEDULED) or start.name] = costs.collective(collective)
         elif i.name in kernels:
             seconds[name] = sum(costs.kernel(kernels[i.name]).values())
-        elif launches_kernel(i) and host_copies.copies(i, scope):
+        elif host_copies.copies(i, scope):
             _, size = host_copies.written(program, i, scope)
             seconds[name] = size / (gpu.host * 1e9)
     return "".join(

@@ -152,7 +152,7 @@ def other_kernels(walk: Walk, gpu: Gpu) -> list[OtherKernels]:
     roofline = Roofline(gpu)
     sums: dict[str, OtherKernels] = {}
     for _, kernel, runs in walk.kernels():
-        if not any(work.matmul or work.kind == "attention" for work in kernel.works):
+        if not kernel.computes:
             source = memory.readable(kernel.source, "without a name")
             line = sums.setdefault(source, OtherKernels(source=source))
             line.seconds += sum(roofline.kernel(kernel).values()) * runs

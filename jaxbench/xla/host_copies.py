@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jaxbench.base.hardware import Gpu
 from jaxbench.xla.hlo import Program
 from jaxbench.xla.instruction import Instruction, Scope, result_shape, root, shape_bytes
+from jaxbench.xla.kernels import launches_kernel
 
 MEMORY = "S(5)"
 """XLA's memory space for pinned host memory in a layout (`Layout::kHostMemorySpace`)."""
@@ -31,7 +32,9 @@ class HostTraffic:
 
 
 def copies(i: Instruction, scope: Scope) -> bool:
-    """True for a kernel or copy that reads or writes host memory."""
+    """True for an instruction that launches a kernel or copy which reads or writes host memory."""
+    if not launches_kernel(i):
+        return False
     operands = (scope[name] for name in i.operands if name in scope)
     return MEMORY in i.shape or any(MEMORY in operand.shape for operand in operands)
 

@@ -122,12 +122,12 @@ class _Simulation:
         total, kernel = self.total, self.walk.kernel(self.name, i)
         if kernel is not None:
             self._run_kernel(i, kernel)
-            return any(work.matmul or work.kind == "attention" for work in kernel.works)
+            return kernel.computes
         total.launches += launches_kernel(i)
         if i.is_done:
             self.side.finish(i.operands[0])
             total.exposed_s += self.link.finish(i.operands[0], total.step_s)
-        elif launches_kernel(i) and host_copies.copies(i, self.scope):
+        elif host_copies.copies(i, self.scope):
             direction, size = host_copies.written(self.walk.program, i, self.scope)
             begins, ends = self.link.start(i.name, total.step_s, direction, size)
             total.occupy(direction, i.name, begins, ends - begins, 1)

@@ -39,6 +39,11 @@ class Kernel:
         return bool(self.fp8) and self.fp8 >= FP8_SHARE * self.bytes
 
     @property
+    def computes(self) -> bool:
+        """True if a matmul or attention is part of the kernel."""
+        return any(work.matmul or work.kind == "attention" for work in self.works)
+
+    @property
     def part(self) -> str:
         """The part of the step time: `products`, `attention`, `scan`, `quantization` with what is
         fused into it, or `other kernels`."""

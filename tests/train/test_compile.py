@@ -26,7 +26,6 @@ from jaxbench.train.program import offloaded_bytes
 from jaxbench.train.program_checks import check_program, describe_kernels
 from jaxbench.xla import host_copies, schedule
 from jaxbench.xla.custom_calls import quantized_matmuls
-from jaxbench.xla.kernels import launches_kernel
 from jaxbench.xla.rewrites import COLLECTIVES
 
 pytestmark = needs_compiler
@@ -113,7 +112,7 @@ def test_llama2_70b_on_64_gpus_fits_and_recomputes_nothing(llama2):
     assert (copied.to_host, copied.from_host) == (80 * layer, 78 * layer)
     kernels = [
         i for i, scope, _ in llama2.program.walk()
-        if launches_kernel(i) and host_copies.copies(i, scope) and not i.opcode.endswith("-start")
+        if host_copies.copies(i, scope) and not i.is_start
     ]  # fmt: skip
     assert not [i for i in kernels if i.opcode not in ("dynamic-slice", "dynamic-update-slice")]
     assert set(llama2.program.flops()) == {("product", "bf16"), ("attention", "bf16")}
