@@ -289,14 +289,14 @@ def notes(cells: Sequence[Cell], assumed: Assumed, prices: Mapping[str, float]) 
         f"best interval (Daly 2006). A restart takes {assumed.restart_s / 60:g} minutes and the "
         "time to load a checkpoint.",
     ]
-    forecast = [cell for cell in cells if cell.figures]
-    if any(cell.figures.mwh for cell in forecast if cell.figures):
+    energies = [(cell.gpu, cell.figures.mwh) for cell in cells if cell.figures]
+    if any(mwh for _, mwh in energies):
         result.append(
             "Energy: GPUs at their highest power setting all the time, an upper bound for the GPUs "
             "alone; hosts, network and cooling come on top. We know no typical power of these "
             "steps."
         )
-    if without_power := dict.fromkeys(c.gpu for c in forecast if c.figures and not c.figures.mwh):
+    if without_power := dict.fromkeys(gpu for gpu, mwh in energies if not mwh):
         result.append(f"Energy of {', '.join(without_power)}: its power is not known.")
     without_price = dict.fromkeys(cell.gpu for cell in cells if cell.gpu not in prices)
     if prices and without_price:
