@@ -116,24 +116,17 @@ def find_targets(args: argparse.Namespace) -> list[Target]:
     return [systems.find(name, args.kernels).changed(args.system) for name in names]
 
 
-def plan_many(args: argparse.Namespace, targets: list[Target]) -> int:
-    """Runs `--diff`, `--all` or `--search`. Returns the exit status."""
-    target = targets[0]
-    if args.diff and all(spec.endswith(".csv") for spec in args.diff):
+def compare(args: argparse.Namespace, target: Target) -> int:
+    """Runs `--diff`. Returns 1 if a row of a table got worse."""
+    if all(spec.endswith(".csv") for spec in args.diff):
         before, after = map(Path, args.diff)
         lines, worse = sweep.compare_tables(before, after, args.percent)
         print(lines)
         return int(worse)
-    if args.diff:
-        plans = [plan_spec(spec, target) for spec in args.diff]
-        as_text = difference.page if args.format == "html" else difference.report
-        write(as_text(*plans), args.output)
-        return 0
-    if args.search:
-        row, recipe = resolve(args.config, args.gpus, args.set, target.gpu)
-        limit = args.limit or LIMIT
-        return search.search(recipe, row, args.config, limit, target, args.format, args.output)
-    return sweep.sweep(targets, args.output)
+    plans = [plan_spec(spec, target) for spec in args.diff]
+    as_text = difference.page if args.format == "html" else difference.report
+    write(as_text(*plans), args.output)
+    return 0
 
 
 def plan_one(args: argparse.Namespace, target: Target) -> int:
@@ -191,8 +184,15 @@ def main(argv: Sequence[str] | None) -> int:
     with ExitStack() as held:
         for path in filter(None, (args.dump, args.output)):
             held.enter_context(owned(path))
+        if args.all:
+            return sweep.sweep(targets, args.output)
+        target = targets[0]
         if args.profile or args.hlo:
-            return read_file(args, targets[0])
-        if args.diff or args.all or args.search:
-            return plan_many(args, targets)
-        return plan_one(args, targets[0])
+            return read_file(args, target)
+        if args.diff:
+            return compare(args, target)
+        if args.search:
+            row, recipe = resolve(args.config, args.gpus, args.set, target.gpu)
+            limit = args.limit or LIMIT
+            return search.search(recipe, row, args.config, limit, target, args.format, args.output)
+        return plan_one(args, target)

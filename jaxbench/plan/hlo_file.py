@@ -15,8 +15,7 @@ from typing import Any
 
 from jaxbench.base.errors import RecipeError
 from jaxbench.base.files import as_json
-from jaxbench.base.hardware import Gpu, placed
-from jaxbench.forecast.tables import Tables
+from jaxbench.base.hardware import placed
 from jaxbench.pages.charts import three_digits, waterfall
 from jaxbench.pages.html import attached, render
 from jaxbench.plan import text
@@ -78,26 +77,20 @@ def read(path: Path, target: Target) -> HloStep:
     content, program = parse(path, "--hlo")
     tables, gpu = target.tables(), placed(target.gpu, program.devices)
     with whole_text(path, "--hlo"):
-        return _step(path, content, program, gpu, tables)
-
-
-def _step(path: Path, content: str, program: Program, gpu: Gpu, tables: Tables) -> HloStep:
-    parameters = [
-        i for i in program.computations[program.entry].values() if i.opcode == "parameter"
-    ]
-    return HloStep(
-        **vars(step_of(program, gpu, tables, joined)),
-        file=str(path),
-        target=gpu.name.lower(),
-        system=system(gpu),
-        devices=program.devices,
-        arguments=sum(i.bytes for i in parameters),
-        outputs=_outputs(program, content),
-        peak=_peak(path),
-        limit=gpu.memory_limit,
-        flops={" ".join(key): count for key, count in program.flops().items()},
-        assumed=program.assumed,
-    )
+        instructions = program.computations[program.entry].values()
+        return HloStep(
+            **vars(step_of(program, gpu, tables, joined)),
+            file=str(path),
+            target=gpu.name.lower(),
+            system=system(gpu),
+            devices=program.devices,
+            arguments=sum(i.bytes for i in instructions if i.opcode == "parameter"),
+            outputs=_outputs(program, content),
+            peak=_peak(path),
+            limit=gpu.memory_limit,
+            flops={" ".join(key): count for key, count in program.flops().items()},
+            assumed=program.assumed,
+        )
 
 
 def parse(path: Path, option: str) -> tuple[str, Program]:

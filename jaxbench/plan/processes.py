@@ -106,22 +106,17 @@ def plan_run(run: Run, target: Target, config: str) -> Plan | str:
     """The plan of a run from the cache or from a subprocess, or the reason why it failed."""
     path = folder(run, target)
     CACHE.mkdir(parents=True, exist_ok=True)
-    with owned(
-        path.with_name(f"{path.name}.plan"), wait=True
-    ):  # another command may plan the same now
-        return _plan_run(path, run, target, config)
-
-
-def _plan_run(path: Path, run: Run, target: Target, config: str) -> Plan | str:
-    if (plan := cached(path, run, target.gpu)) is not None:
-        return plan
-    command = [sys.executable, "-m", "jaxbench.plan", "--config", config, "--gpus", run.row]
-    command += [*target.options(), "--dump", str(path), "--json"]
-    command += [part for text in run.overrides for part in ("--set", text)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    if process.returncode in (0, 1) and (plan := cached(path, run, target.gpu)):
-        return plan
-    return _reason(process)
+    # Another command may plan the same now.
+    with owned(path.with_name(f"{path.name}.plan"), wait=True):
+        if (plan := cached(path, run, target.gpu)) is not None:
+            return plan
+        command = [sys.executable, "-m", "jaxbench.plan", "--config", config, "--gpus", run.row]
+        command += [*target.options(), "--dump", str(path), "--json"]
+        command += [part for text in run.overrides for part in ("--set", text)]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode in (0, 1) and (plan := cached(path, run, target.gpu)):
+            return plan
+        return _reason(process)
 
 
 def folder(run: Run, target: Target) -> Path:
