@@ -34,36 +34,30 @@ int cuLibraryUnload(void *library) { return 0; }
 """
 """The driver's functions that load a kernel. All others fail."""
 
-RUNTIME = """
+DEVICE = """
 #include <string.h>
 #include <cuda_runtime_api.h>
 #undef cudaGetDeviceProperties
 cudaError_t cudaGetDeviceCount(int *n) { *n = 1; return cudaSuccess; }
 cudaError_t cudaGetDevice(int *n) { *n = 0; return cudaSuccess; }
-cudaError_t cudaSetDevice(int n) { return cudaSuccess; }
-cudaError_t cudaGetLastError(void) { return cudaSuccess; }
-cudaError_t cudaRuntimeGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
-cudaError_t cudaDriverGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
-const char *cudaGetErrorString(cudaError_t error) { return "no GPU"; }
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int n) {
   memset(p, 0, sizeof *p);
-  p->major = 9;
+  p->major = MAJOR;
   return cudaSuccess;
 }
 """
+"""The part of CUDA's runtime that Transformer Engine calls while it is traced: one GPU, of the
+compute capability `MAJOR`."""
+
+RUNTIME = f"""{DEVICE}
+cudaError_t cudaSetDevice(int n) {{ return cudaSuccess; }}
+cudaError_t cudaGetLastError(void) {{ return cudaSuccess; }}
+cudaError_t cudaRuntimeGetVersion(int *version) {{ *version = CUDART_VERSION; return cudaSuccess; }}
+cudaError_t cudaDriverGetVersion(int *version) {{ *version = CUDART_VERSION; return cudaSuccess; }}
+const char *cudaGetErrorString(cudaError_t error) {{ return "no GPU"; }}
+"""
 """The part of CUDA's runtime that cuDNN's frontend calls. The frontend refuses GPUs that are older
 than Ampere. The GPU that it plans for comes from XLA."""
-
-ENGINE_RUNTIME = """
-#include <string.h>
-#include <cuda_runtime_api.h>
-cudaError_t cudaGetDeviceCount(int *n) { *n = 1; return cudaSuccess; }
-cudaError_t cudaGetDevice(int *n) { *n = 0; return cudaSuccess; }
-cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int n) {
-  memset(p, 0, sizeof *p); p->major = MAJOR; return cudaSuccess;
-}
-"""
-"""The part of CUDA's runtime that Transformer Engine calls while it is traced."""
 
 
 def prepare(words: Sequence[str]) -> None:
@@ -87,7 +81,7 @@ def load() -> str | None:
         return LOADED
     try:
         build("libcuda.so.1", driver())
-        build("libcudart.so.13", RUNTIME)
+        build("libcudart.so.13", RUNTIME, "-DMAJOR=9")
     except RecipeError as error:
         return str(error)
     return None
@@ -109,7 +103,7 @@ def load_for_engine(capability: int) -> None:
     import jax
 
     jax.devices()  # JAX's plugin loads NCCL
-    build("libcuda.so.1", driver() + ENGINE_RUNTIME, f"-DMAJOR={capability}")
+    build("libcuda.so.1", driver() + DEVICE, f"-DMAJOR={capability}")
 
 
 def _lacking_tools() -> str:
