@@ -85,13 +85,16 @@ def _scaling(title: str, series: dict[str, Rates]) -> dict[str, Any]:
     lines = {name: rates.line for name, rates in series.items()}
     reference = next(lines[name] for name in ("ours", "other", "published") if name in lines)
     first, last = min(reference), max(reference)
-    efficiency = {name: {g: rate / rates.get(first, next(iter(rates.values())))
-                         for g, rate in rates.items()}
-                  for name, rates in lines.items()}  # fmt: skip
+
+    def over_first(rates: dict[int, float]) -> dict[int, float]:
+        base = rates.get(first, next(iter(rates.values())))
+        return {gpus: rate / base for gpus, rate in rates.items()}
+
+    efficiency = {name: over_first(rates) for name, rates in lines.items()}
     labels = [(name, [*rates.values()][-1], NAMES[name]) for name, rates in lines.items()]
     gpus = sorted({g for rates in lines.values() for g in rates})
-    values = [v for rates in series.values() for v in rates.line.values()]
-    values += [v for rates in series.values() for _, v in rates.others]
+    values = [rate for found in series.values() for rate in found.line.values()]
+    values += [rate for found in series.values() for _, rate in found.others]
     description = "; ".join(
         f"{NAMES[name]}: " + ", ".join(f"{rate:.0f} on {counted(g)}" for g, rate in rates.items())
         for name, rates in lines.items()
