@@ -104,7 +104,8 @@ def _is_completed(path: Path, run: Run) -> bool:
     try:
         recorded = work(record["recipe"])
     except (LookupError, TypeError) as error:
-        raise RecipeError(f"--resume: {path} is no record of this version: no {error}") from error
+        reason = f"no {error}" if isinstance(error, LookupError) else "its recipe has another form"
+        raise RecipeError(f"--resume: {path} is no record of this version: {reason}") from error
     texts = [
         f"{name} is {there}, not {here}" for name, here, there in differing(requested, recorded)
     ]

@@ -90,9 +90,11 @@ def test_only_the_same_run_is_resumed_and_a_complete_one_is_left_alone(tmp_path)
     with pytest.raises(RecipeError, match="already holds a run; name another folder, or continue"):
         prepared(*arguments)
     assert (tmp_path / "run.json").read_bytes() == before
-    (tmp_path / "run.json").write_text('{"status": "running", "recipe": {}, "starts": []}')
-    with pytest.raises(RecipeError, match="is no record of this version: no 'batch'"):
-        prepared(*arguments, "--resume")
+    for recipe, reason in (("{}", "no 'batch'"), ("[]", "its recipe has another form")):
+        text = f'{{"status": "running", "recipe": {recipe}, "starts": []}}'
+        (tmp_path / "run.json").write_text(text)
+        with pytest.raises(RecipeError, match=f"is no record of this version: {reason}$"):
+            prepared(*arguments, "--resume")
 
 
 def prepared(*arguments):
