@@ -267,7 +267,7 @@ def lowered(program: Program) -> Any:
         ).lower(*args, **kwargs)
 
 
-def _compile(program: Program, stem: Path, guided: bool) -> None:
+def _compile(program: Program, stem: Path) -> None:
     """Writes the compiled program, and the one that is guided if there should be one; prints the
     `Facts` of the first one. Runs in MaxText's environment."""
     start = time.perf_counter()
@@ -278,7 +278,7 @@ def _compile(program: Program, stem: Path, guided: bool) -> None:
     peak = Memory.of(compiled, program.target).peak
     print(json.dumps(asdict(Facts(lowered_at - start, ended - lowered_at, peak))), flush=True)
     write_whole(path(stem), compiled.as_text())
-    if not (guided and program.profiled):
+    if not program.profiled:
         return
     walk, first = read(program, path(stem))
     if exposed(first) > GUIDED * first.step_s:
@@ -288,13 +288,13 @@ def _compile(program: Program, stem: Path, guided: bool) -> None:
         write_whole(path(stem, "-guided.hlo.txt"), text)
 
 
-def compiled(python: str, program: Program, stem: Path, guided: bool = True) -> Facts:
+def compiled(python: str, program: Program, stem: Path) -> Facts:
     """Compiles a program in MaxText's environment, whose interpreter is `python`, unless its files
     are there; `stem` begins their names. Raises RuntimeError with the end of its errors."""
     if path(stem, ".json").is_file():
         return facts(stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    command = [python, __file__, json.dumps(asdict(program)), str(stem), *["guided"] * guided]
+    command = [python, __file__, json.dumps(asdict(program)), str(stem)]
     environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_MAX_VLOG_LEVEL": "0"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
@@ -308,4 +308,4 @@ def compiled(python: str, program: Program, stem: Path, guided: bool = True) -> 
 
 
 if __name__ == "__main__":
-    _compile(Program(**json.loads(sys.argv[1])), Path(sys.argv[2]), sys.argv[3:] == ["guided"])
+    _compile(Program(**json.loads(sys.argv[1])), Path(sys.argv[2]))
