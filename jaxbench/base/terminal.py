@@ -130,10 +130,10 @@ def live(what: str, shown: bool = True) -> Iterator[Callable[[str], None]]:
         yield lambda text: bar.update(task, description=text)
 
 
-def check_folder(option: str, path: Path) -> None:
-    """Raises RecipeError if the folder of a file to be written is missing."""
-    if not path.parent.is_dir():
-        raise RecipeError(f"{option} {path}: no such folder")
+def check_folder(output: Path) -> None:
+    """Raises RecipeError if the folder of the file `--output` is missing."""
+    if not output.parent.is_dir():
+        raise RecipeError(f"--output {output}: no such folder")
 
 
 def write(text: str, path: Path | None) -> None:
@@ -141,5 +141,5 @@ def write(text: str, path: Path | None) -> None:
     if path is None:
         print(text, end="" if text.endswith("\n") else "\n")
     else:
-        check_folder("--output", path)
+        check_folder(path)
         write_whole(path, text)

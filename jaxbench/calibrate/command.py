@@ -227,7 +227,7 @@ def table(gpu: str, device: str, lines: list[str]) -> str:
 def main(argv: Sequence[str] | None) -> int:
     """Runs the command: measures, and writes the file."""
     args = make_parser().parse_args(argv)
-    check_folder("--output", args.output)
+    check_folder(args.output)
     if args.rehearse:
         jax.config.update("jax_platforms", "cpu")
     devices = jax.local_devices()

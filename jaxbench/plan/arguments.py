@@ -110,7 +110,7 @@ def check_arguments(args: argparse.Namespace, gpu: hardware.Gpu) -> None:
     if args.output and args.format == "text" and not args.all:
         raise RecipeError("--output needs --format json or html, or --all")
     if args.output and not args.all:
-        check_folder("--output", args.output)
+        check_folder(args.output)
     if args.kernels and not args.profile:
         load(gpu.name.lower(), args.kernels)
     if args.limit is not None and not args.search:

@@ -108,7 +108,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.output and args.format == "text":
         raise RecipeError("--output needs --format json or html")
     if args.output:
-        check_folder("--output", args.output)
+        check_folder(args.output)
     for text in args.system:
         gpu, colon, _ = text.rpartition(":")
         if colon and systems.named(gpu) not in targets:
