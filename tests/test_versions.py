@@ -18,15 +18,26 @@ NEEDED = (
 """As `constraints.txt` spells them: what computes and communicates, and ptxas."""
 
 
+def install(folder, name, version):
+    """Describes a package as pip does."""
+    own = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    own.mkdir(parents=True)
+    (own / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_of_two_versions_of_a_package_the_one_that_is_imported_is_recorded(tmp_path, monkeypatch):
+    """As in a virtual environment that also sees the packages of the system."""
+    for version in (1, 2):
+        install(tmp_path / str(version), "numpy", version)
+    monkeypatch.setattr("sys.path", [str(tmp_path / "1"), str(tmp_path / "2")])
+    assert versions.versions()["numpy"] == "1"
+
+
 def test_every_package_that_decides_speed_is_recorded(tmp_path, monkeypatch):
     pinned = re.findall(r"(?m)^([\w.-]+)==", (ROOT / "constraints.txt").read_text())
     assert set(NEEDED) <= set(pinned)
     for number, name in enumerate(NEEDED):
-        folder = tmp_path / f"{name}-{number}.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n"
-        )
+        install(tmp_path, name, number)
     monkeypatch.setattr("sys.path", [str(tmp_path)])  # and nothing else is installed
     found = versions.versions()
     for number, name in enumerate(NEEDED):

@@ -1,5 +1,6 @@
 """The identity of this program: the versions and the commit that decide what is computed."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -22,16 +23,16 @@ DRIVER = Path("/proc/driver/nvidia/version")
 def versions() -> dict[str, str | None]:
     """Versions of jaxbench, its commit and a digest of its source, Python, the driver, and the
     packages that decide what is compiled and how fast it runs."""
-    found = {
-        d.metadata["Name"].lower().replace("_", "-"): d.version
-        for d in importlib.metadata.distributions()
-    }
+    packages = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
     return {
         "jaxbench": jaxbench.__version__,
         "commit": commit(),
         "source": source(),
         "python": platform.python_version(),
-        **{name: found[name] for name in PACKAGES if name in found},
+        **packages,
         "driver": driver(),
     }
 
