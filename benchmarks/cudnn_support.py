@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from tables import table  # noqa: E402
 
 from jaxbench.base import hardware  # noqa: E402
 from jaxbench.plan import ask_cudnn, stubs  # noqa: E402
@@ -43,11 +45,9 @@ Where values are computed in two parts, there are two calls
 ([attention](../design/attention.md#head-dims-that-cudnn-refuses)).
 
 {published}
-
 ## Head dims in one call
 
-{head_dims}
-"""
+{head_dims}"""
 
 
 @dataclass(frozen=True, order=True)
@@ -169,14 +169,9 @@ def page() -> str:
     header = ("model", "GPU", "sequences", "heads", "features", "window", "cuDNN")
     return TEXT.format(
         version=f"{major}.{minor}",
-        published=table(header, published),
-        head_dims=table(("features", "capability", "cuDNN"), head_dims),
+        published="\n".join(table(header, published)),
+        head_dims="\n".join(table(("features", "capability", "cuDNN"), head_dims)),
     )
-
-
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [header, ("---",) * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:

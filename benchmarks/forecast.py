@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from forecast_picture import picture
-from tables import replace_table
+from tables import replace_table, table
 
 from jaxbench.base import hardware
 from jaxbench.base.files import write_whole
@@ -197,22 +197,23 @@ def summary(forecasts: Forecasts) -> list[str]:
         f"{sum(abs(r - 1) <= 0.15 for r in whole)} within 15 %, "
         f"{sum(r > 1 for r in whole)} above 1.",
         "",
-        "| recipe | GPU | rows | median | least | most |",
-        "|---|---|---|---|---|---|",
     ]
-    for (recipe, gpu), ratios in sorted(groups.items()):
-        texts = (f"{r:.2f}" for r in (median(ratios), min(ratios), max(ratios)))
-        lines.append(f"| {recipe} | {gpu} | {len(ratios)} | {' | '.join(texts)} |")
-    return lines
+    rows = [
+        [recipe, gpu, str(len(ratios)),
+         *(f"{r:.2f}" for r in (median(ratios), min(ratios), max(ratios)))]
+        for (recipe, gpu), ratios in sorted(groups.items())
+    ]  # fmt: skip
+    return [*lines, *table(("recipe", "GPU", "rows", "median", "least", "most"), rows)]
 
 
-def table(forecasts: Forecasts) -> list[str]:
-    """A line for each figure."""
-    lines = [
-        "| recipe | GPU | GPUs | published layout | tokens/s/GPU published | forecast | "
-        "forecast / published in seconds | 90 % interval | bound | mesh here | planned | source |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+def details(forecasts: Forecasts) -> list[str]:
+    """A table with a line for each figure."""
+    columns = (
+        "recipe", "GPU", "GPUs", "published layout", "tokens/s/GPU published", "forecast",
+        "forecast / published in seconds", "90 % interval", "bound", "mesh here", "planned",
+        "source",
+    )  # fmt: skip
+    rows = []
     for figure, forecast in forecasts.items():
         cells = [figure.recipe, figure.gpu, str(figure.gpus), figure.layout, f"{figure.rate:.0f}"]
         if forecast is None:
@@ -221,8 +222,8 @@ def table(forecasts: Forecasts) -> list[str]:
             interval = "{:.0f} to {:.0f}".format(*forecast.ends) if forecast.ends else ""
             cells += [f"{forecast.rate:.0f}", f"{figure.rate / forecast.rate:.2f}"]
             cells += [interval, f"{forecast.bound:.0f}", forecast.mesh, forecast.planned]
-        lines.append(f"| {' | '.join([*cells, figure.source])} |")
-    return lines
+        rows.append([*cells, figure.source])
+    return table(columns, rows)
 
 
 def tables(forecasts: Forecasts) -> list[str]:
@@ -230,8 +231,8 @@ def tables(forecasts: Forecasts) -> list[str]:
     blocks = {f: forecasts[f] for f in forecasts if f.recipe.endswith(tuple(BLOCKS))}
     others = {f: forecasts[f] for f in forecasts if f not in blocks}
     return [
-        "### In bf16 and FP8", "", *summary(others), "", *table(others), "",
-        "### In MXFP8 and NVFP4", "", *summary(blocks), "", *table(blocks),
+        "### In bf16 and FP8", "", *summary(others), *details(others),
+        "### In MXFP8 and NVFP4", "", *summary(blocks), *details(blocks),
     ]  # fmt: skip
 
 
@@ -246,7 +247,7 @@ def main() -> int:
         check_compiler()
         anchors = planned_now(later_figures())
         first, *_ = summary(anchors)
-        replace_table(DOCUMENT, "\n".join([first, "", *table(anchors)]), ANCHORS_MARK)
+        replace_table(DOCUMENT, "\n".join([first, "", *details(anchors)]), ANCHORS_MARK)
         forecasts |= anchors
     write_whole(DOCUMENT.with_suffix(".svg"), picture(DOCUMENT.read_text().splitlines()))
     return int(None in forecasts.values())

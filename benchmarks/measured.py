@@ -8,6 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
+from tables import table as markdown
+
 ROOT = Path(__file__).parents[1]
 FINDINGS, PAGE = ROOT / "benchmarks" / "measured.jsonl", ROOT / "docs" / "measured.md"
 MARK = "<!-- table -->"
@@ -23,9 +25,8 @@ FORMATS = {"bfloat16": "bf16", "float8_e4m3fn": "fp8"}
 
 
 def table(columns: str, lines: list[list[str]]) -> list[str]:
-    """A Markdown table."""
-    head = ["| " + " | ".join(columns.split(", ")) + " |", "|---" * len(columns.split(", ")) + "|"]
-    return [*head, *("| " + " | ".join(line) + " |" for line in lines), ""]
+    """A Markdown table. Commas separate its columns."""
+    return markdown(columns.split(", "), lines)
 
 
 def by_session(findings: list[dict]) -> dict[str, list[dict]]:

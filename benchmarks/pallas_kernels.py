@@ -27,6 +27,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax.sharding import PartitionSpec  # noqa: E402
 from one_gpu.tiles import MODELS  # noqa: E402
+from tables import table  # noqa: E402
 
 from jaxbench import mesh  # noqa: E402
 from jaxbench.base import hardware  # noqa: E402
@@ -81,8 +82,7 @@ ptxas says what the kernel's PTX becomes.
 `tests/test_kernel_report.py` compares this page with new compilations.
 `tests/ops/test_offsets.py` checks that no offset of an element overflows.
 
-{table}
-"""
+{table}"""
 
 
 @dataclass(frozen=True)
@@ -346,9 +346,7 @@ def rows(found: list[Kernel]) -> list[tuple[str, ...]]:
 
 
 def page(found: list[Kernel]) -> str:
-    lines = [HEADER, ("---",) * len(HEADER), *rows(found)]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return TEXT.format(version=jax.__version__, table=table)
+    return TEXT.format(version=jax.__version__, table="\n".join(table(HEADER, rows(found))))
 
 
 def main() -> None:

@@ -46,26 +46,20 @@ def plans() -> str:
     comments, lines = planned.read()
     rows = {(row.recipe, row.gpu.name.lower(), str(row.gpus)): row for row in listing.rows()}
     table = []
-    for line in lines:
-        row = rows[line["recipe"], line["GPU"], line["GPUs"]]
+    for plan in lines:
+        row = rows[plan["recipe"], plan["GPU"], plan["GPUs"]]
         first = {
-            "recipe": line["recipe"],
+            "recipe": plan["recipe"],
             "GPU": row.gpu.name,
-            "GPUs": line["GPUs"],
+            "GPUs": plan["GPUs"],
             "tokens/s per GPU": f"{row.forecast:,.0f}",
             "forecast / published": f"{row.ratio:.2f}" if row.ratio else "",
-            "fits": line["fits"],
+            "fits": plan["fits"],
         }
-        table.append(first | {name: line[name] for name in line if name not in first})
-    return "\n".join(
-        [
-            f"| {' | '.join(table[0])} |",
-            "|".join(["", *("---" if name in TEXTS else "---:" for name in table[0]), ""]),
-            *(f"| {' | '.join(line.values())} |" for line in table),
-            "",
-            *comments,
-        ]
-    )
+        table.append(first | {name: plan[name] for name in plan if name not in first})
+    rule = "|".join(["", *("---" if name in TEXTS else "---:" for name in table[0]), ""])
+    cells = [line(row.values()) for row in table]
+    return "\n".join([line(table[0]), rule, *cells, "", *comments])
 
 
 if __name__ == "__main__":
