@@ -31,8 +31,6 @@ from slurm_says import TASK, ended_by_slurm, job_state, slurms, srun_error
 
 from jaxbench.base.errors import STATUS
 
-NO, YES, AT_LIMIT = "no", "yes", "with --requeue-at-time-limit"
-
 RECORDS = "job.json", "run.json"
 
 FIRST = r"(?m)^rank (\d+) on (\S+): exit (\d+)$"
@@ -50,24 +48,36 @@ JAX = r"distributed service detected fatal errors\..* absl::Status: (.*(?:\n\S*\
 CUDA = r"Check failed: .*?(CUDA_ERROR_\w+[^)\n]*)"
 GLOO = r"instance of 'gloo::IoException'\nwhat\(\):\s*(.*(?:\n\S*\d)*)"
 
+
+class Rule(NamedTuple):
+    """What an exit status of the first rank that failed says (None: any), if the `pattern` is in
+    the log of that rank: the status and cause for the record, the reason, and whether a job that
+    saves is requeued."""
+
+    exit_status: int | None
+    status: str
+    cause: str
+    reason: str
+    again: bool
+    pattern: str = ""
+
+
 RULES = (
-    # exit status, log, pattern, status, cause, reason, requeue a job that saves
-    (128 + signal.SIGUSR1, "", "", "interrupted", "time limit", "time limit", AT_LIMIT),
-    (128 + signal.SIGTERM, "", "", "interrupted", "SIGTERM", "SIGTERM to {where}", YES),
-    (128 + signal.SIGINT, "", "", "interrupted", "SIGINT", "SIGINT to {where}", YES),
-    *((STATUS[cause], "", "", "failed", cause, "{where}: {message}", NO)
+    Rule(128 + signal.SIGUSR1, "interrupted", "time limit", "time limit", again=True),
+    Rule(128 + signal.SIGTERM, "interrupted", "SIGTERM", "SIGTERM to {where}", again=True),
+    Rule(128 + signal.SIGINT, "interrupted", "SIGINT", "SIGINT to {where}", again=True),
+    *(Rule(STATUS[cause], "failed", cause, "{where}: {message}", again=False)
       for cause in ("failed", "mistake", "numbers", "memory", "storage")),
-    (STATUS["gpu"], "", "", "failed", "gpu", "{where}: its GPU failed: {message}", YES),
-    (STATUS["network"], "", "", "failed", "network", NETWORK + "{message}", YES),
-    *((STATUS[cause], "", "", "failed", cause, "{message}", YES) for cause in ("lost", "hang")),
-    (ABORTED, "rank", JAX, "failed", "network", NETWORK + "{quote}", YES),
-    (ABORTED, "rank", GLOO, "failed", "network", NETWORK + "{quote}", YES),
-    (ABORTED, "rank", CUDA, "failed", "gpu", "{where}: its GPU failed: {quote}", YES),
-    (None, "", "", "failed", "lost", "lost {where} ({how}){last_step}", YES),
+    Rule(STATUS["gpu"], "failed", "gpu", "{where}: its GPU failed: {message}", again=True),
+    Rule(STATUS["network"], "failed", "network", NETWORK + "{message}", again=True),
+    *(Rule(STATUS[cause], "failed", cause, "{message}", again=True) for cause in ("lost", "hang")),
+    Rule(ABORTED, "failed", "network", NETWORK + "{quote}", True, JAX),
+    Rule(ABORTED, "failed", "network", NETWORK + "{quote}", True, GLOO),
+    Rule(ABORTED, "failed", "gpu", "{where}: its GPU failed: {quote}", True, CUDA),
+    Rule(None, "failed", "lost", "lost {where} ({how}){last_step}", again=True),
 )  # fmt: skip
-"""The first rule that matches gives the verdict. It matches by the exit status of the first rank
-that failed (None: any), and by a pattern in the log of that rank. The causes `lost` and `hang` name
-ranks themselves.
+"""The first rule that matches gives the verdict. The causes `lost` and `hang` name ranks
+themselves. After the notice of a time limit a job is requeued only with --requeue-at-time-limit.
 
 JAX aborts a rank when the coordinator, or the network to it, is gone. Without a watchdog it also
 aborts a rank when other ranks are silent; the numbers of these ranks follow in its message, one per
@@ -112,6 +122,18 @@ def message(lines):
     return next((line for line in reversed(lines) if line), "it said nothing")
 
 
+def first_rule(code, lines):
+    """The first rule for the exit status and the log of a rank, and the first sentence of what its
+    pattern finds in the log."""
+    log = "\n".join(lines[-200:])
+    for rule in RULES:
+        match = re.search(rule.pattern, log)
+        if match and rule.exit_status in (code, None):
+            quote = match.group(1) if rule.pattern else ""
+            return rule, " ".join(quote.partition(". ")[0].split())[:300]
+    raise AssertionError("the last rule matches everything")
+
+
 def first_failure(messages):
     """The match of `FIRST` that decides. None if no rank said how it ended. JAX aborts the other
     ranks when rank 0 ends, and one of them may say so a moment earlier than rank 0."""
@@ -140,16 +162,20 @@ class Verdict(NamedTuple):
     nodes: str = ""
 
 
+def continues_at_limit():
+    """True for a job with --requeue-at-time-limit."""
+    return os.environ.get("JAXBENCH_REQUEUE_AT_LIMIT") == "true"
+
+
 def verdict(step, folder, start, status, messages, state):
     """The verdict, given the exit status of `srun`, its standard error, and the state of the job
     (`job_state`)."""
     first = first_failure(messages)
     code = int(first.group(3)) if first else status
-    at_limit = os.environ.get("JAXBENCH_REQUEUE_AT_LIMIT") == "true"
     by_slurm = ended_by_slurm(state, start, messages)
     if by_slurm:
         cause, requeued = by_slurm
-        again = cause == "time limit" and not requeued and at_limit
+        again = cause == "time limit" and not requeued and continues_at_limit()
         return Verdict("interrupted", cause, cause, code, again)
     if status == 0:
         if parsed(os.path.join(folder, "run.json")).get("status") == "completed" and (
@@ -164,8 +190,7 @@ def verdict(step, folder, start, status, messages, state):
             found = Verdict("failed", "hang", "it did not end within its time limit", code)
         found = found or by_processes(step, folder, start, code, first, messages)
         return found._replace(reason="check: " + found.reason, again=False)
-    found = by_processes(step, folder, start, code, first, messages)
-    return found._replace(again=found.again == YES or (found.again == AT_LIMIT and at_limit))
+    return by_processes(step, folder, start, code, first, messages)
 
 
 def by_check(folder):
@@ -181,43 +206,37 @@ def by_check(folder):
 def by_processes(step, folder, start, code, first, messages):
     """The verdict according to the `first` rank that failed, with the exit status `code`, or
     according to srun's first error."""
-    began = YES if os.path.exists(os.path.join(folder, "run.json")) else NO
+    began = os.path.exists(os.path.join(folder, "run.json"))
     error = srun_error(messages)
     if error and (not first or code in CONSEQUENCES):
         cause, reason, node = error
         status = STATUS.get(cause, STATUS["failed"])
-        return Verdict("failed", cause, reason, status, NO if cause == "memory" else began, node)
+        return Verdict("failed", cause, reason, status, began and cause != "memory", node)
     if not first:  # no rank could say how it ended
         task = re.search(TASK, messages)
         if task:
             reason = "lost rank {rank} on {node} ({what})".format(**task.groupdict())
-            return Verdict("failed", "lost", reason, code, YES, task.group("node"))
+            return Verdict("failed", "lost", reason, code, True, task.group("node"))
         errors = [line for line in messages.splitlines() if "error" in line][:1]
         reason = "; ".join(["lost a node, or no process could be started", *errors])
         return Verdict("failed", "lost a node", reason, code, began)
     rank, node = int(first.group(1)), first.group(2)
     words = re.findall(f"(?m)^rank {rank} on \\S+: (error: .*)$", messages)[:1]
     lines = [] if words else lines_of(step, folder, rank, start)
-    logs = {"rank": "\n".join(lines[-200:]), "": ""}
-    for exit_status, log, pattern, status, cause, reason, requeue in RULES:  # noqa: B007
-        match = re.search(pattern, logs[log])
-        if match and exit_status in (code, None):
-            break
-    quote = match.group(1) if log else ""
-    if log == "rank":  # its first sentence
-        quote = " ".join(quote.partition(". ")[0].split())[:300]
+    rule, quote = first_rule(code, lines)
     try:
         how = "killed by " + signal.Signals(code - 128).name
     except ValueError:
         how = f"status {code}"
-    step = last_step(folder)
-    reason = reason.format(
+    trained = last_step(folder)
+    reason = rule.reason.format(
         where=f"rank {rank} on {node}", message=message(words or lines), quote=quote, how=how,
-        last_step=", before the first step" if step is None else f", after step {step}",
+        last_step=", before the first step" if trained is None else f", after step {trained}",
     )  # fmt: skip
+    again = rule.again and (rule.cause != "time limit" or continues_at_limit())
     named = re.search(r"rank \d+ on ([^\s:]+)", reason)
-    at_fault = named.group(1) if named and cause in ("gpu", "lost") else ""
-    return Verdict(status, cause, reason, code, requeue, at_fault)
+    at_fault = named.group(1) if named and rule.cause in ("gpu", "lost") else ""
+    return Verdict(rule.status, rule.cause, reason, code, again, at_fault)
 
 
 def complete(folder, name, verdict, slurm):
