@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -63,6 +63,20 @@ class Session:
         return int(self.checkpoint.name) if self.checkpoint else 0
 
 
+class Outcome(NamedTuple):
+    """How a run ended: status, reason and cause for run.json. Only a failure has a cause."""
+
+    status: str
+    reason: str | None = None
+    cause: str | None = None
+
+    def code(self, number: signal.Signals) -> int:
+        """The exit status. An interrupted run was interrupted by this signal."""
+        if self.status == "interrupted":
+            return 128 + number
+        return STATUS[self.cause] if self.cause else 0
+
+
 def benchmark(run: Run, session: Session) -> int:
     """Runs and records. Returns the exit status. Only rank 0 writes records."""
     first = jax.process_index() == 0
@@ -76,21 +90,25 @@ def benchmark(run: Run, session: Session) -> int:
         with Watchdog(session.options.watchdog, partial(hung, recorder)) as watchdog:
 
             def interrupted(number: signal.Signals) -> None:  # before the first step
-                end(recorder, watchdog, 128 + number, "interrupted", name_of(number))
+                end(recorder, watchdog, Outcome("interrupted", name_of(number)), number)
 
             signals = Signals(interrupted)
-            status, reason, cause = Attempt(run, session, recorder, signals, watchdog).outcome()
-        if cause:
-            tell(f"error: {reason}")
-        recorder.finish(status, reason, cause)
+            outcome = Attempt(run, session, recorder, signals, watchdog).outcome()
+        conclude(recorder, outcome)
         signals.close()
     except (RecipeError, RunFailed, OSError, jax.errors.JaxRuntimeError) as error:
         # Outside of training.
         return refuse(error, wait=False)
-    if status == "interrupted":
-        number = signals.agreed or signals.received or signal.SIGINT
-        return leave(128 + number, wait=signals.agreed is not None)
-    return leave(STATUS[cause] if cause else 0, wait=cause is None)
+    together = outcome.status == "interrupted" and signals.agreed is not None
+    number = signals.agreed or signals.received or signal.SIGINT
+    return leave(outcome.code(number), wait=outcome.status == "completed" or together)
+
+
+def conclude(recorder: Recorder, outcome: Outcome) -> None:
+    """Says and records how the run ended."""
+    if outcome.cause:
+        tell(f"error: {outcome.reason}")
+    recorder.finish(*outcome)
 
 
 def hung(recorder: Recorder, reason: str) -> None:
@@ -100,16 +118,14 @@ def hung(recorder: Recorder, reason: str) -> None:
     recorder.finish("failed", reason, "hang")
 
 
-def end(recorder: Recorder, watchdog: Watchdog, code: int, status: str, reason: str,
-        cause: str | None = None) -> None:  # fmt: skip
-    """Ends the process at once, even if the main thread is blocked, with a complete record."""
+def end(recorder: Recorder, watchdog: Watchdog, outcome: Outcome, number: signal.Signals) -> None:
+    """Ends the process at once, even if the main thread is blocked, with a complete record.
+    `number` is the signal of an interrupted run."""
     try:
         watchdog.end()  # first: only one thread ends the process
-        if cause:
-            tell(f"error: {reason}")
-        recorder.finish(status, reason, cause)
+        conclude(recorder, outcome)
     finally:
-        exit_now(code)
+        exit_now(outcome.code(number))
 
 
 @dataclass
@@ -123,9 +139,8 @@ class Attempt:
     watchdog: Watchdog
     program: WatchedProgram | None = None
 
-    def outcome(self) -> tuple[str, str | None, str | None]:
-        """Trains and records every step. Returns status, reason and cause for run.json. Raises
-        nothing."""
+    def outcome(self) -> Outcome:
+        """Trains and records every step. Raises nothing."""
         try:
             with (
                 jax.set_mesh(mesh.make_mesh(self.run.mesh_shape)),
@@ -133,21 +148,21 @@ class Attempt:
             ):
                 self._train()
             if self.signals.agreed:
-                return "interrupted", name_of(self.signals.agreed), None
-            return "completed", None, None
+                return Outcome("interrupted", name_of(self.signals.agreed))
+            return Outcome("completed")
         except KeyboardInterrupt:
-            return "interrupted", name_of(self.signals.received or signal.SIGINT), None
+            return Outcome("interrupted", name_of(self.signals.received or signal.SIGINT))
         except Exception as error:
             return self._failure(error)
 
-    def _failure(self, error: Exception) -> tuple[str, str, str | None]:
-        """Status, reason and cause of an error. Prints the traceback only if the cause is unknown;
-        for a known cause the library's message is enough."""
+    def _failure(self, error: Exception) -> Outcome:
+        """How an error ends the run. Prints the traceback only if the cause is unknown; for a known
+        cause the library's message is enough."""
         self.watchdog.claim()
         number = self.signals.received
         if number and cause_of(error) == "network":
             # Another process that is before its first step ends at once on the job's signal.
-            return "interrupted", name_of(number), None
+            return Outcome("interrupted", name_of(number))
         reason, cause = one_line(error), cause_of(error)
         is_ours = isinstance(error, RecipeError | RunFailed)
         if is_ours:
@@ -157,7 +172,7 @@ class Attempt:
         if cause in ("gpu", "network") and self.program and (gpu := self.program.failed_gpus()):
             reason = f"{gpu}: {reason}"
         lost = None if is_ours and cause != "network" else self.watchdog.lost()
-        return ("failed", lost, "lost") if lost else ("failed", reason, cause)
+        return Outcome("failed", lost, "lost") if lost else Outcome("failed", reason, cause)
 
     def _train(self) -> None:
         with self._kernel_sizes():
@@ -199,9 +214,8 @@ class Attempt:
 
     def _failed_launch(self, error: Exception) -> None:
         """Ends the process for the error of a step that the blocked main thread cannot see."""
-        status, reason, cause = self._failure(error)
-        code = STATUS[cause] if cause else 128 + (self.signals.received or signal.SIGINT)
-        end(self.recorder, self.watchdog, code, status, reason, cause)
+        outcome = self._failure(error)
+        end(self.recorder, self.watchdog, outcome, self.signals.received or signal.SIGINT)
 
     def _enter(self, phase: str, detail: str) -> None:
         """Begins a phase, for the watchdog and in the log."""
