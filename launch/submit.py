@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -101,8 +101,26 @@ class Job:
         return [f"nothing is published for {row}{settings}: the result is not comparable"]
 
 
-def layout(args: argparse.Namespace, variables: Variables, gpu: Gpu) -> tuple[int, int, int]:
-    """The number of GPUs, of GPUs per node, and of processes per node."""
+class Layout(NamedTuple):
+    """How a job is spread over nodes: the number of GPUs, of GPUs per node, and of processes per
+    node."""
+
+    gpus: int
+    per_node: int
+    processes_per_node: int
+
+    @property
+    def nodes(self) -> int:
+        return self.gpus // self.per_node
+
+    @property
+    def per_process(self) -> int:
+        """The GPUs of a process."""
+        return self.per_node // self.processes_per_node
+
+
+def layout(args: argparse.Namespace, variables: Variables, gpu: Gpu) -> Layout:
+    """The layout that options and variables ask for. Raises RecipeError."""
     counts = {args.gpus, variables.number("JOB_TOTAL_GPUS")} - {None}
     if len(counts) != 1:
         raise RecipeError("--gpus and JOB_TOTAL_GPUS contradict" if counts else "name --gpus")
@@ -116,7 +134,7 @@ def layout(args: argparse.Namespace, variables: Variables, gpu: Gpu) -> tuple[in
     processes = per_node if args.processes_per_node is None else args.processes_per_node
     if processes not in (1, per_node):
         raise RecipeError(f"--processes-per-node {processes}: expected 1 or {per_node}")
-    return gpus, per_node, processes
+    return Layout(gpus, per_node, processes)
 
 
 def slurm_options(
@@ -151,46 +169,47 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
     path = recipe_path(args.config, variables)
     gpu = gpu_type(variables)
     recipe = recipes.load(path).on(gpu)
-    gpus, per_node, processes = layout(args, variables, gpu)
+    on = layout(args, variables, gpu)
     if system and not (ROOT / "launch" / "env" / f"{system}.sh").exists():
         raise RecipeError(f"--system {system}: there is no launch/env/{system}.sh")
     workload = recipe.name.split("_")[0]
     stage = stage_folder(variables, workload)
     sbatch.check_path(stage)
     options, settings = train_options(args, variables, workload, stage)
-    overrides, row = recipes.parse_overrides(options["set"]), recipes.SMOKE if args.cpu else gpus
+    overrides = recipes.parse_overrides(options["set"])
+    row = recipes.SMOKE if args.cpu else on.gpus
     run = recipes.resolve(
-        derived_rows.extend(recipe, row, gpu, overrides, whole_nodes=False), row, devices=gpus,
+        derived_rows.extend(recipe, row, gpu, overrides, whole_nodes=False), row, devices=on.gpus,
         steps=options.get("steps"), overrides=overrides, seed=options["seed"],
     )  # fmt: skip
     version = jaxbench.__version__ + ("-nccl-trace" if "nccl_trace" in options else "")
-    results = stage / "results" / version / run.precision.dtype / run.model.size / str(gpus)
-    local = per_node // processes
+    results = stage / "results" / version / run.precision.dtype / run.model.size / str(on.gpus)
+    local = str(on.per_process)
     texts = (
         "--config", str(path),
-        *(["--cpu-devices", str(local)] if args.cpu else ["--gpus", str(gpus)]),
-        "--local-devices", str(local), *arguments.as_texts(options),
+        *(["--cpu-devices", local] if args.cpu else ["--gpus", str(on.gpus)]),
+        "--local-devices", local, *arguments.as_texts(options),
         "--compilation-cache", str(stage / f"cache-{os.getuid()}"), "--resume",
     )  # fmt: skip
     train = arguments.parse_arguments([*texts, "--output", str(results)])
     arguments.check_arguments(train)
-    arguments.check_profiled(train, gpus // per_node * processes)
-    name = f"{run.recipe}_{gpus}"
-    check = args.check or ("on" if not args.cpu and gpus > per_node else "off")
+    arguments.check_profiled(train, on.nodes * on.processes_per_node)
+    name = f"{run.recipe}_{on.gpus}"
+    check = args.check or ("on" if not args.cpu and on.nodes > 1 else "off")
     if args.exclude_slow and check == "off":
         raise RecipeError("--exclude-slow on one node needs --check on")
     image, venv = variables.text("RUN_CONF_IMAGE"), variables.text("JAXBENCH_VENV")
     settings |= {
         "JAXBENCH_ROOT": str(ROOT), "JAXBENCH_STAGE": str(stage), "JAXBENCH_RESULTS": str(results),
         "JAXBENCH_NAME": name, "JAXBENCH_SYSTEM": system, "JAXBENCH_GPU": gpu.name,
-        "JAXBENCH_LOCAL_DEVICES": str(local), "JAXBENCH_RESTARTS": str(args.restarts),
+        "JAXBENCH_LOCAL_DEVICES": local, "JAXBENCH_RESTARTS": str(args.restarts),
         "JAXBENCH_CHECK": check, "JAXBENCH_EXCLUDE_SLOW": str(args.exclude_slow).lower(),
         "JAXBENCH_CHECK_OPTIONS": f"--{'cpu' if args.cpu else 'local'}-devices {local}",
         **({"RUN_CONF_IMAGE": sbatch.image_path(image)} if image else {}),
         **({"JAXBENCH_VENV": str(Path(venv).absolute())} if venv else {}),
     }  # fmt: skip
     slurm: sbatch.Options = {
-        "job-name": name, "nodes": str(gpus // per_node), "ntasks-per-node": str(processes),
+        "job-name": name, "nodes": str(on.nodes), "ntasks-per-node": str(on.processes_per_node),
         "output": f"{results}/slurm-%j.out", "open-mode": "append",
     }  # fmt: skip
     slurm = slurm_options(args, variables, slurm)
