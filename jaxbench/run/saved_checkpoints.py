@@ -26,11 +26,7 @@ HISTORY = "dtype", "scaling", "amax_history"
 def steps(folder: Path) -> list[int]:
     """Step numbers of the complete checkpoints in a folder, in ascending order."""
     paths = folder.iterdir() if folder.is_dir() else ()
-    return sorted(int(path.name) for path in paths if _is_complete(path))
-
-
-def _is_complete(path: Path) -> bool:
-    return path.name.isdecimal() and unreadable(path) is None
+    return sorted(int(p.name) for p in paths if p.name.isdecimal() and unreadable(p) is None)
 
 
 def readable(path: Path, recipe: dict[str, Any]) -> tuple[list[Path], list[str]]:
@@ -53,12 +49,15 @@ def readable(path: Path, recipe: dict[str, Any]) -> tuple[list[Path], list[str]]
     others: list[str] = []
     for candidate in sorted(found, key=lambda p: int(p.name), reverse=True):
         if reason := unreadable(candidate):
-            reason = f"{candidate} cannot be read: {reason}"
+            why = f"{candidate} cannot be read: {reason}"
         elif difference := _difference(candidate, recipe):
-            others.append(reason := f"{candidate} has another state: {difference}")
+            why = f"{candidate} has another state: {difference}"
+            others.append(why)
         else:
             good.append(candidate)
-        skipped += [reason] if reason and not good else []
+            continue
+        if not good:
+            skipped.append(why)
     if others and not good:
         raise RecipeError(others[0])
     if not good:
