@@ -56,7 +56,7 @@ from jaxbench.base.versions import versions
 from jaxbench.recipe import recipes
 
 BUDGET = {"gpu": 540.0, "cpu": 1200.0, "absent": 3600.0}
-"""Seconds of a call, by mode."""
+"""Seconds of a call, by mode (`Context.mode`)."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--budget", type=float, help=f"seconds in all, default {BUDGET['gpu']:.0f} on a GPU")
     add("--only", default=",".join(CHECKS), help="some checks: " + ", ".join(CHECKS))
     add("--rows", nargs="*", default=[], metavar="RECIPE", help="of the check `rows`, with changes")
-    add("--compile-only", action="store_true", help="compile all of it for an absent H100")
-    add("--rehearse", action="store_true", help="tiny, on the CPU: what can run there")
+    parser.set_defaults(mode="gpu")
+    without_gpu = parser.add_mutually_exclusive_group().add_argument
+    without_gpu("--compile-only", dest="mode", action="store_const", const="absent",
+                help="compile all of it for an absent H100")  # fmt: skip
+    without_gpu("--rehearse", dest="mode", action="store_const", const="cpu",
+                help="tiny, on the CPU: what can run there")  # fmt: skip
     add("--check", help=argparse.SUPPRESS)  # one check in a process of its own
     add("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -108,11 +112,6 @@ def parse_arguments() -> argparse.Namespace:
     if unknown := {row.partition(" ")[0] for row in args.rows}.difference(recipes.names()):
         parser.error(f"--rows {', '.join(sorted(unknown))}: see python -m jaxbench list")
     return args
-
-
-def mode(args: argparse.Namespace) -> str:
-    """The mode of the checks (`Context.mode`)."""
-    return "absent" if args.compile_only else "cpu" if args.rehearse else "gpu"
 
 
 def find_gpu() -> hardware.Gpu:
@@ -128,14 +127,14 @@ def find_gpu() -> hardware.Gpu:
 
 def one_check(args: argparse.Namespace) -> int:
     """Runs one check in this process, and writes its findings."""
-    ctx = Context(mode(args), args.folder, find_gpu(), args.output, tuple(args.rows))
+    ctx = Context(args.mode, args.folder, find_gpu(), args.output, tuple(args.rows))
     check = CHECKS[args.check]
     if ctx.mode == "gpu":
         os.environ["JAX_PLATFORMS"] = "cuda,cpu"  # the CPU is for references
         share = SHARE if check.shared else hardware.MEMORY_FRACTION
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(share))
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
-    function = check.compile if args.compile_only else check.run
+    function = check.compile if args.mode == "absent" else check.run
     assert function is not None
     try:
         for finding in function(ctx):
@@ -156,8 +155,8 @@ def write(output: Path, check: str, finding: Finding) -> None:
 
 def start(args: argparse.Namespace, name: str, folder: Path) -> subprocess.Popen:
     """Starts a check in a new process and session."""
-    modes = [f"--{m}" for m in ("compile-only", "rehearse") if getattr(args, m.replace("-", "_"))]
-    command = [sys.executable, __file__, *modes, "--check", name]
+    mode = {"absent": ["--compile-only"], "cpu": ["--rehearse"]}.get(args.mode, [])
+    command = [sys.executable, __file__, *mode, "--check", name]
     with (args.output / "log.txt").open("a") as log:
         return subprocess.Popen(
             [*command, "--output", str(args.output), "--folder", str(folder), "--rows", *args.rows],
@@ -188,7 +187,7 @@ def finish(args: argparse.Namespace, running: dict[str, subprocess.Popen], left:
             shown += len(new)
             took = time.monotonic() - began
             for name, process in list(running.items()):
-                limit = CHECKS[name].limit if mode(args) == "gpu" else left
+                limit = CHECKS[name].limit if args.mode == "gpu" else left
                 if process.poll() is None and took < min(limit, left):
                     continue
                 if process.poll() is None:
@@ -216,9 +215,9 @@ def results(output: Path) -> list[dict]:
 
 def run_checks(args: argparse.Namespace, folder: Path) -> None:
     """Runs every selected check of this mode, within the budget."""
-    ends = time.monotonic() + (args.budget or BUDGET[mode(args)])
+    ends = time.monotonic() + (args.budget or BUDGET[args.mode])
     names = [name for name in CHECKS if name in args.only.split(",") and in_mode(args, name)]
-    together = [name for name in names if CHECKS[name].shared and mode(args) == "gpu"]
+    together = [name for name in names if CHECKS[name].shared and args.mode == "gpu"]
     alone = [[name] for name in names if name not in together]
     for group in filter(None, [together, *alone]):
         left = ends - time.monotonic()
@@ -233,7 +232,7 @@ def run_checks(args: argparse.Namespace, folder: Path) -> None:
 def in_mode(args: argparse.Namespace, name: str) -> bool:
     """True if a check runs in this mode."""
     check = CHECKS[name]
-    return {"absent": check.compile is not None, "cpu": check.rehearsed}.get(mode(args), True)
+    return {"absent": check.compile is not None, "cpu": check.rehearsed}.get(args.mode, True)
 
 
 def table(output: Path) -> str:

@@ -28,9 +28,7 @@ def gpu():
 @pytest.fixture
 def call(tmp_path):
     """The arguments of a call on a GPU."""
-    return Namespace(
-        output=tmp_path, only="operators,survives", compile_only=False, rehearse=False, budget=None
-    )
+    return Namespace(output=tmp_path, only="operators,survives", mode="gpu", budget=None)
 
 
 @pytest.mark.parametrize(
