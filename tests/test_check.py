@@ -410,7 +410,7 @@ def test_every_node_has_a_partner_in_logarithmic_rounds(number):
 
 def test_a_folder_in_use_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
     """By a run or by another check, whose check.json would be lost."""
-    monkeypatch.setattr(command, "find_cluster", lambda: pytest.fail("it measures"))
+    monkeypatch.setattr(command, "find_cluster", lambda told: pytest.fail("it measures"))
     with owned(tmp_path):
         words = ["--output", str(tmp_path)]
         assert_mistake(command.main, words, f"{tmp_path} is in use by process ", capsys)

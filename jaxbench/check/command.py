@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     held.enter_context(owned(args.output))
 
             job.broadcast("check's folder", own_folder)
-            cluster, told, missing = find_cluster()
+            told, missing = ask_driver()
+            cluster = find_cluster(told)
             everywhere = job.gather("check", found_here(cluster, told, args))
 
             def conclude() -> int:
@@ -62,40 +63,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ending.leave(status, wait=job.barrier("check ended", 60))
 
 
-def find_cluster() -> tuple[measure.Cluster, dict[jax.Device, nvml.Gpu], str | None]:
-    """Finds the devices of the job. Returns (cluster, the driver's view of this process's devices,
-    why there is no such view or None). Raises RecipeError if nodes have different numbers of
-    devices."""
-    on_gpus = jax.default_backend() == "gpu"
-    told: dict[jax.Device, nvml.Gpu] = {}
-    missing = None
+def ask_driver() -> tuple[dict[jax.Device, nvml.Gpu], str | None]:
+    """The driver's view of this process's GPUs, and if NVML cannot be asked, why."""
+    if not on_gpus():
+        return {}, None
     try:
-        if on_gpus and (every := nvml.gpus()):
-            told = {d: every[d.local_hardware_id or 0] for d in jax.local_devices()}
+        every = nvml.gpus()
     except RecipeError as error:
-        missing = str(error)
+        return {}, str(error)
+    return {d: every[d.local_hardware_id or 0] for d in jax.local_devices() if every}, None
+
+
+def find_cluster(told: Mapping[jax.Device, nvml.Gpu]) -> measure.Cluster:
+    """The devices of the job by node. `told` is the driver's view of this process's devices. Raises
+    RecipeError if nodes have different numbers of devices."""
     here = {d.id: told[d].index if told else d.local_hardware_id or 0 for d in jax.local_devices()}
-    places: dict[int, tuple[str, int]] = {}
+    node_of: dict[int, str] = {}
+    number_of: dict[int, int] = {}
     for node, numbers in job.all_gather("check of nodes", [job.node(), [*here.items()]]):
-        places |= {identity: (node, number) for identity, number in numbers}
+        for identity, number in numbers:
+            node_of[identity], number_of[identity] = node, number
     nodes: dict[str, list[jax.Device]] = defaultdict(list)
-    for device in sorted(jax.devices(), key=lambda d: (d.process_index, places[d.id][1])):
-        nodes[places[device.id][0]].append(device)
+    for device in sorted(jax.devices(), key=lambda d: (d.process_index, number_of[d.id])):
+        nodes[node_of[device.id]].append(device)
     if len({len(found) for found in nodes.values()}) > 1:
         listed = ", ".join(f"{len(found)} on {node}" for node, found in nodes.items())
         raise RecipeError(f"nodes have different numbers of devices: {listed}")
-    kind, sizes = ("gpu", measure.GPU_SIZES) if on_gpus else ("device", measure.CPU_SIZES)
+    kind, sizes = ("gpu", measure.GPU_SIZES) if on_gpus() else ("device", measure.CPU_SIZES)
     names: dict[jax.Device, str] = {}
     for node, found in nodes.items():
-        numbers = [places[d.id][1] for d in found]
+        numbers = [number_of[d.id] for d in found]
         if len({*numbers}) < len(numbers):  # each process sees its own GPUs only
             numbers = [*range(len(found))]
         names |= {d: f"{node} {kind} {n}" for d, n in zip(found, numbers, strict=True)}
     model = jax.local_devices()[0].device_kind
     gpu = None if is_null(model) else identify(model)
     known = tables.load(gpu.name.lower()) if gpu and gpu.name.lower() in PLANNED else None
-    cluster = measure.Cluster(np.array([*nodes.values()]), names, sizes, gpu, known)
-    return cluster, told, missing
+    return measure.Cluster(np.array([*nodes.values()]), names, sizes, gpu, known)
 
 
 def found_here(
@@ -129,7 +133,7 @@ def found_here(
 
     def doubtful() -> list[str]:
         kinds = by_kind(rate_from_json(rate) for some in first for rate in some)
-        return [kind for kind, some in kinds.items() if comparable() and slow(some)]
+        return [kind for kind, some in kinds.items() if on_gpus() and slow(some)]
 
     rates += measure_kinds(cluster, job.broadcast("check again", doubtful))
     if args.minutes:
@@ -164,8 +168,8 @@ def rate_from_json(rate: Mapping[str, Any]) -> Rate:
     return Rate(**{**rate, "ends": tuple(rate["ends"])})
 
 
-def comparable() -> bool:
-    """False for CPU devices, which share a CPU."""
+def on_gpus() -> bool:
+    """False for CPU devices. Their rates are not judged, since they share a CPU."""
     return jax.default_backend() == "gpu"
 
 
@@ -186,7 +190,7 @@ def make_report(
             host[name] |= here[name]
         host["diagnosis"] = host["diagnosis"] or here["diagnosis"]
     sizes = lines_by_size(cluster, [here["sizes"] for here in everywhere])
-    found = judge(rates, hosts, comparable=comparable())
+    found = judge(rates, hosts, comparable=on_gpus())
     found += size_findings(sizes)
     faults = [finding for finding in found if finding.cause]
     causes = {finding.cause for finding in faults}
