@@ -22,6 +22,9 @@ characters of a node's name there."""
 LABELLED = 2
 """The most outliers of a node that a picture labels. It counts the others."""
 
+MOST_ECC = 4
+"""The most GPUs with ECC errors that a sentence names. It counts the others."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunGpu:
@@ -30,7 +33,7 @@ class RunGpu:
 
     `clock` is its mean clock under load over its highest clock. `wait` is the time for which its
     process waits for it, over the step. `products_s` is the time that it takes for some matmuls
-    alone.
+    alone. The last two are numbers of ECC errors during training.
     """
 
     node: str
@@ -41,6 +44,8 @@ class RunGpu:
     products_s: float | None
     wait: float | None
     wait_s: float | None
+    corrected: float | None
+    uncorrected: float | None
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.node}, GPU {self.number}"
@@ -69,6 +74,7 @@ def _of_rank(rank: Any) -> Iterator[RunGpu]:
             clock=figure(gpu, "clock_ratio"), power_w=figure(gpu, "power_w"),
             products_s=figure(dict(enumerate(products)), n), wait_s=wait_s,
             wait=wait_s / step_s if wait_s is not None and step_s else None,
+            corrected=figure(gpu, "ecc_corrected"), uncorrected=figure(gpu, "ecc_uncorrected"),
         )  # fmt: skip
 
 
@@ -170,6 +176,19 @@ def heat_maps(every: Sequence[RunGpu]) -> tuple[list[dict[str, Any]], list[str]]
             spread = f"{least} {unit} everywhere" if least == most else f"{least} to {most} {unit}"
             sentences.append(f"{quantity.title}: {spread}")
     return pictures, sentences
+
+
+def ecc_errors(every: Sequence[Gpu]) -> list[str]:
+    """A sentence for uncorrected and one for corrected ECC errors, which names the GPUs that had
+    some, those with the most first."""
+    uncorrected = {gpu: gpu.uncorrected for gpu in every if gpu.uncorrected}
+    corrected = {gpu: gpu.corrected for gpu in every if gpu.corrected}
+    sentences = []
+    for kind, counts in (("uncorrected", uncorrected), ("corrected", corrected)):
+        worst = sorted(counts, key=lambda gpu: -counts[gpu])
+        if texts := [f"{gpu}: {counts[gpu]:.0f}" for gpu in worst]:
+            sentences.append(f"{kind} ECC errors: {listed(texts, MOST_ECC, '; ')}")
+    return sentences
 
 
 def _percent(share: float | None) -> float | None:

@@ -11,7 +11,7 @@ from jaxbench.pages.html import SYMBOLS, attached, render, settings
 from jaxbench.recipe.published import ERRATA
 from jaxbench.report import formats, history, sections
 from jaxbench.report.compare import SECTIONS
-from jaxbench.report.gpus import gpus, heat_maps
+from jaxbench.report.gpus import ecc_errors, gpus, heat_maps
 from jaxbench.report.named import NamedRun, headline, named, windows
 from jaxbench.report.runs import Result
 from jaxbench.results.verdict import SMOKE
@@ -69,6 +69,8 @@ def page(results: Sequence[Result], convention: str) -> str:
         gaps=[*filter(None, map(sections.gap, shown))],
         heat=[(run, *maps) for run in shown
               if any(maps := heat_maps(gpus(run.result.run.record)))],
+        ecc=[(run, errors) for run in shown
+             if (errors := ecc_errors(gpus(run.result.run.record)))],
         memory=[run for run in shown if run.result.run.peak_memory],
         profiled=[(run, found) for run in shown if (found := run.result.run.profiles)],
         waterfalls=[*filter(None, map(sections.waterfall, shown))],

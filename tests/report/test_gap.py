@@ -9,7 +9,7 @@ from parsed import Parsed
 
 from jaxbench.report import command
 from jaxbench.report.gap import REMAINS, explain
-from jaxbench.report.gpus import gpus, heat_maps
+from jaxbench.report.gpus import ecc_errors, gpus, heat_maps
 
 FORECAST = CLOCKED_S + OTHER_S
 LATE = [(13, 9.0), (20, 14.0), (31, 11.0)]
@@ -144,6 +144,26 @@ def test_a_late_process_is_named_where_the_others_have_no_steps():
     ranks += [{"rank": n, "host": "n1", "wait_s": 0.9} for n in range(1, 6)]
     ((picture,), _) = heat_maps(gpus({"ranks": ranks}))
     assert picture["says"] == "rank 0 on n0, GPU 0: 10.0; rank 0 on n0, GPU 1: 10.0"
+
+
+def test_ecc_errors_are_named():
+    """Those of GPUs that have some, the most first."""
+    counts = [{"ecc_corrected": n, "ecc_uncorrected": int(n == 2)} for n in range(3)]
+    told = [{"gpu": n, **count} for n, count in enumerate(counts)]
+    sentences = ecc_errors(gpus({"ranks": [{"rank": 0, "host": "n0", "gpus": told}]}))
+    assert sentences == [
+        "uncorrected ECC errors: rank 0 on n0, GPU 2: 1",
+        "corrected ECC errors: rank 0 on n0, GPU 2: 2; rank 0 on n0, GPU 1: 1",
+    ]
+
+
+def test_the_page_has_ecc_errors(tmp_path):
+    path = write_slowed(tmp_path, "run") / "run.json"
+    assert "ECC errors" not in page(tmp_path)
+    record = json.loads(path.read_text())
+    record["ranks"][1]["gpus"][0]["ecc_uncorrected"] = 3
+    path.write_text(json.dumps(record))
+    assert "uncorrected ECC errors: rank 1 on n" in page(tmp_path)
 
 
 def test_a_remainder_below_zero_is_no_bar(tmp_path):
