@@ -79,11 +79,17 @@ def asked(plan: Plan) -> Counter[str]:
     return total
 
 
-def arguments(spec: str) -> list[str]:
-    """Arguments of `plan` and `train` for `recipe:gpus key=value ..`."""
+def parsed(spec: str) -> tuple[str, int, list[str]]:
+    """The recipe, the number of GPUs and the settings of `recipe:gpus key=value ..`."""
     row, *changes = spec.split()
     name, _, gpus = row.partition(":")
-    return ["--config", name, "--gpus", gpus, *(w for c in changes for w in ("--set", c))]
+    return name, int(gpus), changes
+
+
+def arguments(spec: str) -> list[str]:
+    """Arguments of `plan` and `train` for `recipe:gpus key=value ..`."""
+    name, gpus, changes = parsed(spec)
+    return ["--config", name, "--gpus", str(gpus), *(f"--set={change}" for change in changes)]
 
 
 def planned(spec: str, folder: Path) -> Plan:

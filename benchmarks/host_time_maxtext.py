@@ -150,8 +150,7 @@ def maxtext(
 
 def measure(spec: str, python: str, rounds: int, steps: int) -> tuple[Side, Side]:
     """Ours and MaxText's, in turn."""
-    config, *settings = host_time.arguments(spec)[1:]
-    run, _ = resolve(config, int(settings[1]), settings[3::2], hardware.H100)
+    run, _ = resolve(*host_time.parsed(spec), hardware.H100)
     variables = null_gpus.environment(run.gpus, memory_mb=MEMORY_MB // run.gpus, still=1)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
