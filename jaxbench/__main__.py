@@ -58,7 +58,7 @@ COMMANDS = {
         prints=False,
     ),
     "qualify": Command(
-        "check.qualify", "check.qualify",
+        "check.qualify_options", "check.qualify",
         "check the nodes of a Slurm cluster, alone, in pairs and together", prints=False, jax=False,
     ),
     "calibrate": Command(

@@ -48,7 +48,7 @@ def qualified(tmp_path, capsys):
 
     def conclude(number, slowed, sizes=lambda nodes: {}):
         rates, hosts = made(number, 0, slowed=slowed)
-        args = qualify.make_parser().parse_args(["--output", str(tmp_path)])
+        args = qualify.parse_options(["--output", str(tmp_path)])
         names = [*hosts]
         single = [rate for rate in rates if rate.kind != BETWEEN_NODES]
         for name in names:
@@ -116,7 +116,7 @@ def test_some_nodes_are_not_judged_together(tmp_path, qualified, monkeypatch):
             path.unlink()
         folder.rmdir()
     record(tmp_path / "together" / "4", [f"node{n}" for n in range(4)], slower, hosts)
-    args = qualify.make_parser().parse_args(["--output", str(tmp_path)])
+    args = qualify.parse_options(["--output", str(tmp_path)])
     found = qualify.qualify([*hosts], args)
     assert len(found.healthy) == 5
     assert [*map(str, found.links)] == ["node0 - node1: the check failed: exit status 0"]
@@ -154,7 +154,7 @@ def test_rounds_give_each_node_two_partners_and_one_at_a_time():
 def test_a_record_of_other_nodes_or_an_incomplete_one_is_no_result(tmp_path, monkeypatch):
     rates, hosts = made(2, 0)
     record(tmp_path / "nodes" / "node0", ["node1"], rates, hosts)
-    args = qualify.make_parser().parse_args(["--output", str(tmp_path)])
+    args = qualify.parse_options(["--output", str(tmp_path)])
     monkeypatch.setenv("PATH", slurm(tmp_path))  # whose srun checks nothing
     check = qualify.run_check(("node0",), qualify.NODES, args)
     assert (check.report, check.why) == (None, "exit status 0")
@@ -172,7 +172,7 @@ def test_a_rehearsal_is_no_result_for_gpus(device, gpus, tmp_path, monkeypatch):
     record(folder, ["node0"], rates, hosts)
     path = folder / "check.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"device": device, "devices": gpus}))
-    args = qualify.make_parser().parse_args(["--output", str(tmp_path)])
+    args = qualify.parse_options(["--output", str(tmp_path)])
     monkeypatch.setenv("PATH", slurm(tmp_path))  # whose srun checks nothing
     assert qualify.run_check(("node0",), qualify.NODES, args).report is None
 
@@ -192,8 +192,8 @@ def test_a_broken_gpu_is_not_a_busy_node(why, reached):
 
 def failing(tmp_path, nodes, failed, cause):
     """Tells of failures of some nodes; returns what the command of --on-fail was told."""
-    args = qualify.make_parser().parse_args(["--output", str(tmp_path)])
-    args.on_fail = f'echo "$NODE" "$EVIDENCE" >> {tmp_path}/told'
+    tell = f'echo "$NODE" "$EVIDENCE" >> {tmp_path}/told'
+    args = qualify.parse_options(["--output", str(tmp_path), "--on-fail", tell])
     found = qualify.Verdicts(nodes)
     found.add(Finding(n, "$(touch bad); 'x'", cause, (n,)) for n in failed)
     qualify.tell_failures(found, args)
@@ -234,7 +234,7 @@ def test_a_longer_load_repeats_a_check(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", slurm(tmp_path))  # whose srun checks nothing
     for minutes, kept in (((), True), (("--minutes", "5"), False)):
         words = ["--output", str(tmp_path), *minutes]
-        args = qualify.make_parser().parse_args(words)
+        args = qualify.parse_options(words)
         check = qualify.run_check(("node0",), qualify.NODES, args)
         assert (check.report is not None) == kept
 
@@ -244,7 +244,7 @@ def test_a_row_is_submitted_on_nodes_that_pass(tmp_path, monkeypatch):
     monkeypatch.setenv("STAGE_PATH", str(tmp_path))
     monkeypatch.setenv("JAXBENCH_VENV", sys.prefix)
     words = ["--account", "physics", "--srun", "qos=high", "--output", str(tmp_path)]
-    args = qualify.make_parser().parse_args(words)
+    args = qualify.parse_options(words)
     nodes = ["n1", "n4", "n5"]
     row = "llama31_8b_fp8 --time 0:10:00"
     rows.run(row, nodes, args)
@@ -258,7 +258,7 @@ def test_a_row_is_submitted_on_nodes_that_pass(tmp_path, monkeypatch):
         rows.submit("llama31_8b_fp8 --gpus 32", nodes, args)
     for text, message in (("llama31_8b_fp8 --gpu 8", "--gpu"), ("llama9", "llama9")):
         with pytest.raises(RecipeError, match=message):
-            rows.submit(text, nodes, args, "--dry-run")
+            rows.submit(text, nodes, args, dry_run=True)
 
 
 def test_the_page_shows_all_that_was_found(tmp_path):

@@ -6,7 +6,6 @@ GPUs are compared with those of all nodes, and the links of each pair with those
 with a fault take no part in what comes next. Needs no JAX.
 """
 
-import argparse
 import os
 import re
 import signal
@@ -23,12 +22,12 @@ from typing import Any, NamedTuple
 
 from jaxbench.base.errors import STATUS, RecipeError, counted, listed
 from jaxbench.base.files import json_object, owned, write_json
-from jaxbench.base.terminal import Parser, command, console, plain_table, write
+from jaxbench.base.terminal import command, console, plain_table, write
 from jaxbench.check import acceptance, rows
 from jaxbench.check.arguments import FILE as CHECKED
 from jaxbench.check.judge import Finding, Rate, fall_findings, judge, size_findings
+from jaxbench.check.qualify_options import Options, parse_options
 from jaxbench.cluster.jobs import environment, slurm
-from jaxbench.recipe.checks import positive
 
 FILE, PAGE = "qualify.json", "qualify.html"
 
@@ -42,69 +41,6 @@ BUSY = re.compile(
 )
 """What srun says if it gets no nodes."""
 
-EXAMPLES = """
-    jaxbench qualify --nodes 'n[1-256]' --gres 8
-    jaxbench qualify --partition batch --account physics --output handover --wait 60
-    jaxbench qualify --nodes 'n[1-32]' --minutes 60 --row llama31_8b_fp8
-    jaxbench qualify --nodes 'n[1-4]' \\
-        --on-fail 'scontrol update nodename=$NODE state=drain reason="$EVIDENCE"'
-"""
-
-
-def make_parser() -> Parser:
-    """The parser of all options; `--help` documents them."""
-    parser = Parser(
-        prog="jaxbench qualify", examples=EXAMPLES,
-        description="Checks the nodes of a Slurm cluster: each by itself, then pairs of them, then "
-        "2, 4, 8 and so on together, and at last all, each with jaxbench check in a job of its "
-        "own. Then it runs benchmarks that you name. Ends with a table of nodes and an acceptance "
-        "page. The same command continues where it was interrupted.",
-    )  # fmt: skip
-    add = parser.add_argument_group("which nodes").add_argument
-    add("--nodes", metavar="LIST", help="nodes in Slurm's notation: n[1-8,12]")
-    add("--partition", help="Slurm's partition; without --nodes, all of its nodes")
-    add("--account", help="Slurm's account")
-    add(
-        "--gpus-per-node", type=int, default=8, metavar="N",
-        help="GPUs and processes of a node (default 8)",
-    )  # fmt: skip
-    add("--gres", type=int, metavar="N", help="GPUs to ask for where they are a generic resource")
-    add(
-        "--srun", action="append", default=[], metavar="KEY=VALUE",
-        help="any other option of srun: qos=high",
-    )  # fmt: skip
-    add("--cpu-devices", type=int, metavar="N", help="rehearse with N CPU devices on each node")
-    add = parser.add_argument_group("how").add_argument
-    add(
-        "--output", type=Path, default=Path("qualify"), metavar="FOLDER",
-        help="folder for qualify.json and the records of all checks, which all nodes share; checks "
-        "that it has already are not repeated (default qualify)",
-    )  # fmt: skip
-    add(
-        "--wait", type=int, default=10, metavar="MINUTES",
-        help="how long to wait for nodes that are busy (default 10)",
-    )  # fmt: skip
-    add(
-        "--limit", type=int, default=10, metavar="MINUTES",
-        help="time limit of a check (default 10)",
-    )  # fmt: skip
-    add(
-        "--minutes", type=int, metavar="N",
-        help="also load all GPUs for N minutes, in each node and in all nodes together, and "
-        "compare the counters of errors before and after",
-    )  # fmt: skip
-    add(
-        "--row", action="append", default=[], metavar="ROW",
-        help="a benchmark to run last on nodes that pass, as options of launch/submit.sh: "
-        "'llama31_8b_fp8 --gpus 16'; without --gpus the largest row for these nodes",
-    )  # fmt: skip
-    add(
-        "--on-fail", metavar="COMMAND",
-        help="a shell command to run once for each node that fails, with the variables NODE, CAUSE "
-        "and EVIDENCE",
-    )  # fmt: skip
-    return parser
-
 
 class Stage(NamedTuple):
     """Checks of the same kind: the folder of their records, whether GPUs are loaded for `--minutes`
@@ -114,9 +50,9 @@ class Stage(NamedTuple):
     loads: bool
     sizes: bool
 
-    def minutes(self, args: argparse.Namespace) -> int:
+    def minutes(self, options: Options) -> int:
         """For how long GPUs are loaded."""
-        return (self.loads and args.minutes) or 0
+        return (self.loads and options.minutes) or 0
 
 
 NODES, PAIRS = Stage("nodes", loads=True, sizes=False), Stage("pairs", loads=False, sizes=False)
@@ -211,19 +147,19 @@ class Verdicts:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 if all nodes pass, the exit status of the first fault (`base.errors.STATUS`), or 1
     if nodes were not reached."""
-    args = make_parser().parse_args(argv)
-    positive("--", args, "gpus_per_node", "gres", "cpu_devices", "wait", "limit", "minutes")
-    nodes = find_nodes(args.nodes, args.partition)
-    for row in args.row:
-        rows.submit(row, nodes, args, "--dry-run")
-    args.output.mkdir(parents=True, exist_ok=True)
+    options = parse_options(argv)
+    nodes = find_nodes(options.nodes, options.partition)
+    for row in options.row:
+        rows.submit(row, nodes, options, dry_run=True)
+    options.output.mkdir(parents=True, exist_ok=True)
     for ending in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(ending, signal.default_int_handler)
-    with owned(args.output):
+    with owned(options.output):
         try:
-            found = qualify(nodes, args)
-            tell_failures(found, args)
-            found.rows += [rows.run(row, found.healthy, args) for row in args.row if found.healthy]
+            found = qualify(nodes, options)
+            tell_failures(found, options)
+            if found.healthy:
+                found.rows += [rows.run(row, found.healthy, options) for row in options.row]
         except KeyboardInterrupt:
             note = "interrupted; finished checks are kept, and the same command continues"
             print(note, file=sys.stderr)
@@ -231,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     show(found)
     verdicts = {name: found.verdict_of(name) for name in found.ordered}
     notes = [*map(str, found.links), *found.unchecked, *found.remarks]
-    path = args.output / PAGE
+    path = options.output / PAGE
     write(acceptance.page(verdicts, found.hosts, found.reports, notes, found.rows), path)
     print(f"acceptance page: {path}")
     if found.faults:
@@ -254,19 +190,21 @@ def find_nodes(names: str | None, partition: str | None) -> list[str]:
     return nodes
 
 
-def qualify(nodes: Sequence[str], args: argparse.Namespace) -> Verdicts:
+def qualify(nodes: Sequence[str], options: Options) -> Verdicts:
     """Checks nodes, pairs of healthy nodes, and more and more healthy nodes together. What some
     nodes together show is no fault of a node: all of them together are judged at last."""
     found = Verdicts(nodes)
-    alone = run_checks([(node,) for node in nodes], NODES, args)
+    alone = run_checks([(node,) for node in nodes], NODES, options)
     found.add_unreported(alone)
     found.add(findings_of(alone))
-    paired = [check for apart in rounds(found.healthy) for check in run_checks(apart, PAIRS, args)]
+    paired: list[Check] = []
+    for apart in rounds(found.healthy):
+        paired += run_checks(apart, PAIRS, options)
     found.add_unreported(paired)
     found.add(findings_of(paired))
     *fewer, everyone = growing(found.healthy)
-    some = [check for group in fewer for check in run_checks([group], SOME, args)]
-    every = run_checks([everyone], ALL, args) if len(everyone) > 1 else []
+    some = [check for group in fewer for check in run_checks([group], SOME, options)]
+    every = run_checks([everyone], ALL, options) if len(everyone) > 1 else []
     found.add_unreported([*some, *every])
     found.add(findings_of(every))
     together = [check.report for check in (*some, *every) if check.report]
@@ -322,15 +260,13 @@ def growing(nodes: Sequence[str]) -> list[tuple[str, ...]]:
     return [*(some(2**n) for n in range(1, (len(nodes) - 1).bit_length())), tuple(nodes)]
 
 
-def run_checks(
-    groups: Sequence[tuple[str, ...]], stage: Stage, args: argparse.Namespace
-) -> list[Check]:
+def run_checks(groups: Sequence[tuple[str, ...]], stage: Stage, options: Options) -> list[Check]:
     """Runs a check on each group of nodes, many at a time, unless the folder has its report
     already. No node is in two groups. Cancels all jobs if it is interrupted."""
     began = time.monotonic()
     pool = ThreadPoolExecutor(AT_A_TIME)
     try:
-        futures = [pool.submit(run_check, group, stage, args) for group in groups]
+        futures = [pool.submit(run_check, group, stage, options) for group in groups]
         checks = [future.result() for future in futures]
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -345,21 +281,27 @@ def run_checks(
     return checks
 
 
-def run_check(nodes: tuple[str, ...], stage: Stage, args: argparse.Namespace) -> Check:
+def serves(
+    report: Mapping[str, Any], nodes: tuple[str, ...], stage: Stage, options: Options
+) -> bool:
+    """True if the report of an earlier check says what this check would say."""
+    return (
+        {*report["hosts"]} == {*nodes}  # others may have been healthy then
+        and (report["device"] == "cpu") == bool(options.cpu_devices)  # a rehearsal
+        and report.get("devices") == len(nodes) * options.devices_per_node
+        and (report.get("minutes") or 0) >= stage.minutes(options)
+    )
+
+
+def run_check(nodes: tuple[str, ...], stage: Stage, options: Options) -> Check:
     """The check of some nodes, from the folder or from a job."""
-    folder = args.output / stage.folder / (str(len(nodes)) if stage.sizes else "-".join(nodes))
+    folder = options.output / stage.folder / (str(len(nodes)) if stage.sizes else "-".join(nodes))
     report = read(folder)
-    if (
-        report is None
-        or {*report["hosts"]} != {*nodes}  # of nodes that are healthy no longer
-        or (report["device"] == "cpu") != bool(args.cpu_devices)  # a rehearsal
-        or report.get("devices") != len(nodes) * (args.cpu_devices or args.gpus_per_node)
-        or (report.get("minutes") or 0) < stage.minutes(args)
-    ):
+    if report is None or not serves(report, nodes, stage, options):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CHECKED).unlink(missing_ok=True)
         done = subprocess.run(
-            srun(nodes, folder, stage, args), env=environment(), capture_output=True, text=True,
+            srun(nodes, folder, stage, options), env=environment(), capture_output=True, text=True,
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         (folder / "log.txt").write_text(done.stdout + done.stderr)
@@ -372,21 +314,21 @@ def run_check(nodes: tuple[str, ...], stage: Stage, args: argparse.Namespace) ->
     return Check(nodes, report)
 
 
-def srun(nodes: tuple[str, ...], folder: Path, stage: Stage, args: argparse.Namespace) -> list[str]:
+def srun(nodes: tuple[str, ...], folder: Path, stage: Stage, options: Options) -> list[str]:
     """The command that checks some nodes in a job of their own."""
-    minutes = stage.minutes(args)
-    options = {
+    minutes = stage.minutes(options)
+    own = {
         "job-name": JOB_NAME, "nodelist": ",".join(nodes), "nodes": len(nodes),
-        "ntasks-per-node": 1 if args.cpu_devices else args.gpus_per_node,
-        "immediate": 60 * args.wait, "time": args.limit + minutes, "mem": 0,
-        "account": args.account, "partition": args.partition,
-        "gres": args.gres and f"gpu:{args.gres}",
+        "ntasks-per-node": 1 if options.cpu_devices else options.gpus_per_node,
+        "immediate": 60 * options.wait, "time": options.limit + minutes, "mem": 0,
+        "account": options.account, "partition": options.partition,
+        "gres": options.gres and f"gpu:{options.gres}",
     }  # fmt: skip
-    words = [f"--{key}={value}" for key, value in options.items() if value is not None]
-    devices = f"--cpu-devices={args.cpu_devices}" if args.cpu_devices else "--local-devices=1"
+    words = [f"--{key}={value}" for key, value in own.items() if value is not None]
+    devices = f"--cpu-devices={options.cpu_devices}" if options.cpu_devices else "--local-devices=1"
     check = [sys.executable, "-m", "jaxbench", "check", devices, f"--output={folder.absolute()}"]
     check += [*([f"--minutes={minutes}"] if minutes else []), *(["--sizes"] if stage.sizes else [])]
-    return ["srun", "--exclusive", *words, *(f"--{option}" for option in args.srun), *check]
+    return ["srun", "--exclusive", *words, *(f"--{option}" for option in options.srun), *check]
 
 
 def read(folder: Path) -> dict[str, Any] | None:
@@ -395,11 +337,11 @@ def read(folder: Path) -> dict[str, Any] | None:
     return report if {"rates", "hosts", "device"} <= report.keys() else None
 
 
-def tell_failures(found: Verdicts, args: argparse.Namespace) -> None:
+def tell_failures(found: Verdicts, options: Options) -> None:
     """Writes qualify.json, and runs the command of `--on-fail` for nodes that have failed since
     they last passed. If most nodes fail because their check ends with an error, it runs the command
     for none of these: the cause is then probably the same, such as an option that is missing."""
-    path = args.output / FILE
+    path = options.output / FILE
     before = json_object(path)
     named, known = before.get("told"), before.get("gpus")
     told = {*named} - {*found.healthy} if isinstance(named, list) else set()
@@ -413,7 +355,7 @@ def tell_failures(found: Verdicts, args: argparse.Namespace) -> None:
         "gpus": follow_gpus(found, known if isinstance(known, dict) else {}),
     }
     write_json(path, content | {"told": sorted(told)})
-    if not args.on_fail:
+    if not options.on_fail:
         return
     errors = [node for node, faults in found.faults.items() if faults[0].cause == "failed"]
     if len(errors) > max(1, len(found.nodes) / 2):
@@ -425,7 +367,7 @@ def tell_failures(found: Verdicts, args: argparse.Namespace) -> None:
     for node, faults in found.faults.items():
         if node not in told and node not in errors:
             about = {"NODE": node, "CAUSE": faults[0].cause or "", "EVIDENCE": verdicts[node][1]}
-            done = subprocess.run(args.on_fail, shell=True, env=environment() | about)
+            done = subprocess.run(options.on_fail, shell=True, env=environment() | about)
             if done.returncode:
                 print(f"warning: --on-fail for {node}: exit status {done.returncode}",
                       file=sys.stderr)  # fmt: skip

@@ -1,7 +1,6 @@
 """The last stage of `jaxbench qualify`: benchmarks on nodes that pass, each a job of
 `launch/submit.sh`. Needs no JAX."""
 
-import argparse
 import re
 import shlex
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 import jaxbench
 from jaxbench.base.errors import RecipeError, counted
 from jaxbench.base.files import json_object, write_json
+from jaxbench.check.qualify_options import Options
 from jaxbench.cluster.jobs import environment, queue, slurm
 from jaxbench.recipe import recipes
 from jaxbench.report import command as reporting
@@ -24,17 +24,17 @@ FILE = "rows.json"
 
 
 def submit(
-    row: str, nodes: Sequence[str], args: argparse.Namespace, *options: str
+    row: str, nodes: Sequence[str], options: Options, dry_run: bool = False
 ) -> tuple[str, str, list[str]]:
     """Submits a benchmark on the first of some nodes with `launch/submit.sh`. Returns the job's id,
-    its folder and its nodes; with the option `--dry-run` id and folder are empty. Raises
+    its folder and its nodes; with `dry_run` id and folder are empty. Raises
     RecipeError with the launcher's message."""
     try:
         recipe, *words = shlex.split(row) or [""]
     except ValueError as error:
         raise RecipeError(f"--row {row!r}: {error}") from error
     named = re.search(r"--gpus[ =](\d+)", " ".join(words))
-    per_node = args.cpu_devices or args.gpus_per_node
+    per_node = options.devices_per_node
     have = len(nodes) * per_node
     if named:
         gpus = int(named[1])
@@ -49,14 +49,14 @@ def submit(
         raise RecipeError(f"--row {row!r}: {message}")
     first = [*nodes[: -(-gpus // per_node)]]
     variables = {
-        "GPUS_PER_NODE": per_node, "SBATCH_ACCOUNT": args.account,
-        "SBATCH_PARTITION": args.partition, "SBATCH_GPUS_PER_NODE": args.gres,
+        "GPUS_PER_NODE": per_node, "SBATCH_ACCOUNT": options.account,
+        "SBATCH_PARTITION": options.partition, "SBATCH_GPUS_PER_NODE": options.gres,
     }  # fmt: skip
     own = {name: str(value) for name, value in variables.items() if value is not None}
     launcher = Path(jaxbench.__file__).parents[1] / "launch" / "submit.sh"
-    command = [str(launcher), recipe, f"--gpus={gpus}", "--check=off", *options]
-    command += ["--cpu"] if args.cpu_devices else []
-    command += [f"--sbatch={option}" for option in (f"nodelist={','.join(first)}", *args.srun)]
+    command = [str(launcher), recipe, f"--gpus={gpus}", "--check=off"]
+    command += [*["--dry-run"] * dry_run, *["--cpu"] * bool(options.cpu_devices)]
+    command += [f"--sbatch={text}" for text in (f"nodelist={','.join(first)}", *options.srun)]
     command += words  # last, since what follows -- is for train
     own["DRY_RUN"] = "false"  # the shell's own may say otherwise
     done = subprocess.run(command, capture_output=True, text=True, env=environment() | own)
@@ -66,16 +66,16 @@ def submit(
     return (job[1], str(Path(job[2]).absolute()), first) if job else ("", "", first)
 
 
-def run(row: str, nodes: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
+def run(row: str, nodes: Sequence[str], options: Options) -> dict[str, Any]:
     """The result of a benchmark, as `jaxbench report` has it: of the job in `rows.json` if that was
     made on nodes among these, and is in Slurm's queue or has a result; else of a new job. Cancels
     the job if it is interrupted."""
-    path = args.output / FILE
+    path = options.output / FILE
     jobs = json_object(path)
     try:
         job, folder, made_on = jobs.get(row, ("", "", []))
         if not (set(made_on) <= set(nodes) and (job in queue() or ended_well(folder))):
-            job, folder, _ = jobs[row] = submit(row, nodes, args)
+            job, folder, _ = jobs[row] = submit(row, nodes, options)
             write_json(path, jobs)
         print(f"row: {row} is job {job}: {folder}")
         try:
