@@ -29,7 +29,7 @@ PAGE = ROOT / "docs" / "reference" / "support.md"
 GPUS = "h100", "b200", "gb200", "gb300"
 
 REFUSED = (192, 192), (192, 96), (160, 128), (256, 256)
-"""Head dims that are asked for in one call."""
+"""Head dims of keys and of values for which the page asks with a single call."""
 
 TEXT = """# Attention that cuDNN computes
 
@@ -103,7 +103,7 @@ def _largest(of: set[Shape]) -> Iterator[Shape]:
 
 
 def answer(gpu: hardware.Gpu, shape: Shape, one_call: bool = False) -> str:
-    """What cuDNN says to a shape: the workspace of its backward calls, or why not."""
+    """What cuDNN says about a shape: the workspace of its backward calls, or why it refuses."""
     import jax
     import jax.numpy as jnp
 

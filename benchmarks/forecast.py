@@ -41,10 +41,10 @@ ANCHORS_MARK = "<!-- anchors -->"
 
 @dataclass(frozen=True)
 class Figure:
-    """A published rate in tokens per second and GPU, with its parallelism and source. `whole`: the
-    figure is of the whole model, even where the recipe's row has fewer layers. `settings` are those
-    in which its work differs from the row's, and those of a mesh or remat that suit its batch, as
-    for --set, with spaces between them."""
+    """A published rate in tokens per second and GPU, with its parallelism and source. If it is
+    `whole`, it is for the whole model, even if the recipe's row has fewer layers. `settings`, as
+    for --set and with spaces between them, say how its work differs from the row's, and which mesh
+    or remat suits its batch."""
 
     recipe: str
     gpu: str
@@ -122,9 +122,9 @@ def later_figures() -> list[Figure]:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A forecast of a figure's work: rates in tokens per second and GPU, those at the ends of the
-    90 % interval, slow and fast, the mesh, and the date of the plan. Plans before 2026-11-26 have
-    neither interval nor date."""
+    """A forecast of a figure's work, in tokens per second and GPU: the rate, the slow and the fast
+    end of its 90 % interval, and the bound; then the mesh and the date of the plan. Plans before
+    2026-11-26 have neither interval nor date."""
 
     rate: float
     ends: tuple[float, float] | None

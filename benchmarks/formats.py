@@ -67,7 +67,7 @@ def losses(changes: tuple[str, ...], steps: int, seed: int) -> np.ndarray:
 
 
 def least() -> float:
-    """The loss of who knows the task, in nats."""
+    """The loss of a model that knows the task, in nats."""
     known = 1 - NOISE + NOISE / VOCABULARY
     other = NOISE / VOCABULARY
     return -known * np.log(known) - (VOCABULARY - 1) * other * np.log(other)

@@ -3,15 +3,17 @@ the tables of docs/design/experts.md.
 
     python benchmarks/grouped_matmuls.py [--gpus h100 b200] [--only CANDIDATE ..]
 
-Each candidate does the three products of `ops.grouped.Implementation` for the rows that one device
-of a recipe receives: arriving into permuted ones, the transpose, and the gradient of the weights.
-Ragged dots take permuted rows, so that gathers before or after them count too. Read from each
-compiled program: FLOPs over those of the tokens, bytes, launches, temporaries, and the bound.
+Each candidate computes the three products of `ops.grouped.Implementation` for the rows that one
+device of a recipe receives: from arriving rows to permuted ones, the transpose of that, and the
+gradient of the weights. Ragged dots take permuted rows, so we count the gathers before or after
+them too. The figures come from each compiled program: FLOPs over those that the tokens need, bytes,
+launches, temporaries, and the bound.
 
-Kernels do not tell their FLOPs to the compiler: ours declare those of the expected rows, and for
-others `Candidate.multiplied` does. The last table has what they multiply in an interpreter, where
-whole blocks of rows arrive and half of the slots stay empty, and the largest error. Not a
-dependency, and left out where it is missing: `pip install -c constraints.txt tokamax jax-triton`.
+The compiler does not know the FLOPs of kernels. Ours declare those of the expected rows; for
+kernels of others, `Candidate.multiplied` says them. The last table has what the kernels really
+multiply, and their largest error: they run in an interpreter, where whole blocks of rows arrive and
+half of the slots stay empty. Candidates that are not installed are left out
+(`pip install -c constraints.txt tokamax jax-triton`).
 """
 
 import argparse
@@ -120,9 +122,10 @@ def mosaic_interpreted(m: int, n: int, k: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """`products(product, a, b, groups)`; the context in which they run on a CPU, None without one;
-    `multiplied(product, groups, rows, capability)`, the rows that others' kernels multiply, where
-    groups have so many; what has to be installed; compiler options besides the recipe's."""
+    """An implementation of `products(product, a, b, groups)`. `on_cpu` is the context in which it
+    runs on a CPU, None if it cannot. `multiplied(product, groups, rows, capability)` are the rows
+    that kernels of others multiply if the groups have `rows`. `needs` has to be installed.
+    `options` are compiler options besides the recipe's."""
 
     products: Callable
     on_cpu: Callable | None = None
@@ -159,7 +162,8 @@ CANDIDATES = {
 
 @contextmanager
 def seen(device: Any) -> Iterator[None]:
-    """A device in the place of the present ones: others' kernels ask for its kind."""
+    """Shows this device instead of those that are here, since kernels of others ask for its
+    kind."""
     with (
         mock.patch("jax.devices", return_value=[device]),
         mock.patch("jax.local_devices", return_value=[device]),
@@ -251,7 +255,7 @@ class Worker:
     pool: ProcessPoolExecutor | None = None
 
     def __call__(self, function: Callable, *args: str) -> dict[str, float] | str:
-        """The result, or one line on what failed: of the compiler's log, where it has one."""
+        """The result, or one line about what failed, from the compiler's log if it has one."""
         with tempfile.NamedTemporaryFile("r", errors="replace") as log:
             spawn = get_context("spawn")
             self.pool = self.pool or ProcessPoolExecutor(1, spawn)

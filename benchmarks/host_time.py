@@ -34,7 +34,7 @@ from commands import ROOT
 from jaxbench.plan.plan import Plan, read
 
 GOAL = 0.2
-"""Host time over the forecast step from which a row is marked."""
+"""A row is marked if host time over the forecast step reaches this."""
 
 NO_COMMAND_BUFFERS = "execution.xla_flags=tuned,xla_gpu_enable_command_buffer="
 SHORT, LONG = 4, 8

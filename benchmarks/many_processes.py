@@ -2,11 +2,12 @@
 
     python benchmarks/many_processes.py [--processes 256] [--timeout 20]
 
-Three jobs of real processes, with the coordination service and watchdog of a run, and
-steps that sleep and then wait for each other: one is stopped by a signal to one process, one loses
-a process (SIGKILL), one has a process that hangs (SIGSTOP). Prints the seconds until all have
-joined, agreed, given a sign of life, and ended. Processes are forks of one that has imported JAX,
-so imports are in no figure; all share this machine's cores, so no job's figure would be larger.
+Runs three jobs of real processes, with the coordination service and the watchdog of a run. Their
+steps sleep and then wait for each other. A signal to one process stops the first job, the second
+one loses a process (SIGKILL), and a process of the third one hangs (SIGSTOP). Prints the seconds
+until all have joined, agreed, given a sign of life, and ended. Processes are forks of one that has
+imported JAX, so no figure includes imports. All share the cores of this machine, so the
+figures of a real job would be no larger.
 """
 
 import argparse

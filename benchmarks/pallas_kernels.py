@@ -52,9 +52,10 @@ GPUS = "h100", "b200", "gb300"
 MAMBA = "nemotronh_56b", "nemotron3_nano_30b_a3b", "nemotron3_super_120b_a12b"
 
 REGISTERS, THREADS, PROGRAMS, SHARED, TENSOR_COLUMNS = 65536, 2048, 32, 233472, 512
-"""What a multiprocessor has. A program takes `RESERVED` bytes of shared memory besides its own."""
+"""What a multiprocessor has."""
 
 RESERVED = 1024
+"""Bytes of shared memory that a program takes besides its own."""
 
 HEADER = (
     "kernel", "at the sizes of", "architecture", "registers", "spilled bytes, stored / loaded",
@@ -292,7 +293,7 @@ def tensor_instructions(ptx: str) -> str:
 
 
 def ptxas() -> Path:
-    """That of nvidia-cuda-nvcc."""
+    """The assembler in nvidia-cuda-nvcc."""
     spec = find_spec("nvidia")
     places = spec.submodule_search_locations if spec else None
     found = (p for place in places or () for p in Path(place).glob("*/bin/ptxas"))
@@ -300,8 +301,8 @@ def ptxas() -> Path:
 
 
 def report(only: tuple[str, ...] = (), gpus: tuple[str, ...] = GPUS) -> list[Kernel]:
-    """All kernels of the cases. Where the same kernel is compiled with and without further results,
-    that which spills most."""
+    """All kernels of the cases. If a kernel is compiled both with and without further results, this
+    is the variant that spills most."""
     found: dict[tuple[str, ...], Kernel] = {}
     for case in cases():
         for gpu in (hardware.PLANNED[name] for name in gpus):

@@ -44,7 +44,7 @@ COMBINE = (2**31, 2**31, 2**26)
 
 @dataclass(frozen=True)
 class Peer:
-    """A row of ours, and MaxText's work that is the same."""
+    """A row of ours, and the configurations of MaxText that do the same work."""
 
     entry: dict[str, Any]
 

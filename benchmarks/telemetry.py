@@ -4,10 +4,10 @@
 
 A tiny Llama trains on null GPUs (`tests/null_gpu`) whose kernels take some time, so that the host
 waits for them as it does for real ones. In turn, for some seconds each, nothing samples the GPUs, a
-thread of the process does, 50 times as often as in a run, another process does. Prints the ratio of
-the medians of neighbouring parts, less one, over 50, with its standard error, and the processor
-time of a sample. NVML is the null driver's, whose functions return at once; what a real driver
-takes it takes without Python's lock.
+thread of the process samples them, or another process does, 50 times as often as in a run. Prints
+by which share of a step sampling once a second is slower (the ratio of the medians of neighbouring
+parts, less one, divided by 50) with its standard error, and the processor time of a sample. The
+null driver's NVML returns at once. A real driver takes longer, but it does not hold Python's lock.
 """
 
 import argparse

@@ -16,8 +16,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 import made_runs  # noqa: E402
 
 WIDTH, SCALE = 560, 2
-"""Of a page on the picture, in pixels of CSS, and the pixels of the picture for each: README shows
-two pictures next to each other, in which words must be legible."""
+"""The width of a page in pixels of CSS, and the pixels of the picture for each of them. README
+shows two pictures next to each other, and their words must be legible."""
 
 PAGES = {"slow": "gap-h", "flag": "time-h"}
 """Page -> the heading of its section on the picture, below its head."""
@@ -62,8 +62,8 @@ def take(folder: Path) -> None:
 
 
 def main() -> None:
-    """Writes docs/slow_light.png and the other three; of a FOLDER that has the pages already, or
-    else of new ones."""
+    """Writes docs/slow_light.png and the other three, from new pages or from those that are in
+    FOLDER already."""
     with TemporaryDirectory() as new:
         folder = Path(sys.argv[1]) if sys.argv[1:] else Path(new)
         if not sys.argv[1:]:

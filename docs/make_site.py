@@ -14,13 +14,14 @@ OUTSIDE = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "LICEN
 """Documents that are not in docs/; on the site they are next to those that are."""
 
 PICTURE = r'<picture><source .* srcset="(.*?)"><img (.*?)src="(.*?)"(.*?)></picture>'
-"""Its colours are the browser's; on the site the reader's choice (`ONLY`) can be another one."""
+"""A picture in README, which the browser shows in its own colours. On the site a reader can choose
+others (`ONLY`)."""
 
 ONLY = r'<img \2src="\3#only-light"\4> <img \2src="\1#only-dark"\4>'
 
 
 def gather() -> None:
-    """Writes all documents into one folder, their links as they are from there."""
+    """Writes all documents into one folder. Their links are changed to be right from there."""
     shutil.rmtree(PAGES, ignore_errors=True)
     shutil.copytree(ROOT / "docs", PAGES, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     for path in sorted(PAGES.rglob("*.md")):

@@ -65,8 +65,8 @@ def listed(texts: Iterable[str], most: int, separator: str = ", ") -> str:
 
 
 def meant(text: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a message about `text`, which is none of the names: the nearest one. Empty where
-    none is as similar as `cutoff` (0 to 1)."""
+    """The end of a message about a `text` that is none of the names: which name may be meant. Empty
+    if none is as similar as `cutoff` (0 to 1)."""
     close = difflib.get_close_matches(text, list(names), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
 

@@ -30,7 +30,7 @@ MATMULS = "bf16 matmuls", "fp8 matmuls"
 Seconds = dict[jax.Device, float]
 
 OF_MEDIAN = 1.253
-"""The standard error of a median over that of a mean, with normal noise."""
+"""By how much the standard error of a median is larger than that of a mean, with normal noise."""
 
 
 @dataclass(frozen=True)
