@@ -5,8 +5,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 
 from jaxbench.jax_internals import profile_events, profiled_instruction
@@ -35,11 +33,7 @@ LONG, EVERY = 200, 50
 def check(ctx: Context) -> Iterator[Finding]:
     """Runs all in concurrent lanes, and reports each as it ends; those that use CUPTI share one
     lane."""
-    lanes: list[list[Callable[[Context], Finding]]] = [
-        [killed], [profiled, guided],
-        # By default XLA may choose Triton's products, which are not known as FP8.
-        [partial(flags, name="default", dtype="bf16")],
-    ]  # fmt: skip
+    lanes = [[killed], [profiled, guided], [default_flags]]
     found: SimpleQueue[Finding] = SimpleQueue()
 
     def run_lane(lane: list[Callable[[Context], Finding]]) -> None:
@@ -95,15 +89,8 @@ def profiled(ctx: Context) -> Finding:
     done = run(ctx, "profiled", "--profile=jax", "--profile-steps=6-9")
     if done.problem:
         return Finding(what, WRONG, done.problem)
-    events = sum(1 for _ in operations(done.folder / "profile"))
+    events = sum(bool(profiled_instruction(e)) for e in profile_events(done.folder / "profile"))
     return Finding(what, OK if events else WRONG, f"{events} operations of 3 steps")
-
-
-def operations(trace: Path) -> Iterator[tuple[str, int, int]]:
-    """(name in the compiled program, start, duration in ns) of the operations in a JAX profile."""
-    for event in profile_events(trace):
-        if name := profiled_instruction(event):
-            yield name, int(event.start_ns), int(event.duration_ns)
 
 
 def guided(ctx: Context) -> Finding:
@@ -121,10 +108,11 @@ def guided(ctx: Context) -> Finding:
                    pgle)  # fmt: skip
 
 
-def flags(ctx: Context, name: str, dtype: str = "fp8") -> Finding:
-    """The tiny run with a set of compiler options."""
-    what = f"execution.xla_flags={name}"
-    done = run(ctx, f"flags-{name}", f"--set={what}", f"--set=precision.dtype={dtype}")
+def default_flags(ctx: Context) -> Finding:
+    """The tiny run with XLA's own options, in bf16: by default XLA may choose Triton's products,
+    which are not known as FP8."""
+    what = "execution.xla_flags=default"
+    done = run(ctx, "flags-default", f"--set={what}", "--set=precision.dtype=bf16")
     if done.problem:
         return Finding(what, WRONG, done.problem)
     return Finding(what, OK, f"compiled in {done.record['compile_s']:.1f} s")
