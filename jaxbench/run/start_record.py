@@ -34,17 +34,6 @@ def new_record(run: Run, path: Path, options: Options, step: int) -> dict[str, A
     """The record of a start from `step`, before its first step. `path` is run.json."""
     devices = hardware()
     before = read(path) if options.resume and path.exists() else None
-    reasons = published.differences(run, devices["device"])
-    if reasons and (line := other_gpu(identify(devices["device"]))):
-        reasons.append(line)
-    if devices["null"]:
-        reasons.append(NULL)
-    if options.checkpoint_every is not None:
-        reasons.append("checkpoints are written during training")
-    if options.profile:
-        reasons.append(f"it was profiled (--profile {options.profile})")
-    if options.nccl_trace:
-        reasons.append("NCCL was traced")
     row = published.lookup(run, identify(devices["device"]))
     record = {
         "schema": SCHEMA,
@@ -64,7 +53,7 @@ def new_record(run: Run, path: Path, options: Options, step: int) -> dict[str, A
         },
         "parameters": flops.parameters(run.model)["total"],
         "published": row and asdict(row),
-        "not_comparable_because": reasons,
+        "not_comparable_because": not_comparable(run, devices, options),
         "starts": [*(before["starts"] if before else []), {}],
     }
     record["starts"][-1] = {
@@ -77,6 +66,22 @@ def new_record(run: Run, path: Path, options: Options, step: int) -> dict[str, A
         "changed": changes(before, record) if before else {},
     }
     return record | start_fields(record, step)
+
+
+def not_comparable(run: Run, devices: dict[str, Any], options: Options) -> list[str]:
+    """The reasons, known before the first step, why a run is not comparable."""
+    reasons = published.differences(run, devices["device"])
+    if reasons and (line := other_gpu(identify(devices["device"]))):
+        reasons.append(line)
+    if devices["null"]:
+        reasons.append(NULL)
+    if options.checkpoint_every is not None:
+        reasons.append("checkpoints are written during training")
+    if options.profile:
+        reasons.append(f"it was profiled (--profile {options.profile})")
+    if options.nccl_trace:
+        reasons.append("NCCL was traced")
+    return reasons
 
 
 def start_fields(record: dict[str, Any], step: int) -> dict[str, Any]:
