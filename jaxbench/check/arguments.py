@@ -1,8 +1,11 @@
 """Options of `jaxbench check`. Needs no JAX."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxbench.base.terminal import Parser
+from jaxbench.recipe.checks import positive
 
 FILE = "check.json"
 
@@ -11,6 +14,17 @@ EXAMPLES = """
     jaxbench check --cpu-devices 4 --output check
     srun -A ACCOUNT -p PARTITION --gres=gpu:8 -N 2 --ntasks-per-node=8 jaxbench check
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a command line, as `--help` documents them."""
+
+    output: Path
+    minutes: int | None
+    sizes: bool
+    cpu_devices: int | None
+    local_devices: int | None
 
 
 def make_parser() -> Parser:
@@ -42,3 +56,10 @@ def make_parser() -> Parser:
     group.add_argument("--local-devices", type=int, metavar="N",
         help="fail, and name the node, if a process does not see exactly N devices")  # fmt: skip
     return parser
+
+
+def parse_options(argv: Sequence[str] | None) -> Options:
+    """The options of a command line. Raises RecipeError."""
+    options = Options(**vars(make_parser().parse_args(argv)))
+    positive("--", options, "cpu_devices", "local_devices", "minutes")
+    return options

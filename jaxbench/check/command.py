@@ -1,7 +1,6 @@
 """The command `jaxbench check`: measures, asks and judges, in one process or in the processes of a
 job."""
 
-import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,11 +17,10 @@ from jaxbench.base.files import owned, write_json
 from jaxbench.base.hardware import NULL, PLANNED, identify, is_null
 from jaxbench.base.terminal import console, live, plain_table
 from jaxbench.check import host_facts, measure
-from jaxbench.check.arguments import FILE, make_parser
+from jaxbench.check.arguments import FILE, Options, parse_options
 from jaxbench.check.judge import Rate, by_kind, judge, size_findings, slow
 from jaxbench.cluster import devices, ending, job, nvml
 from jaxbench.forecast import tables
-from jaxbench.recipe.checks import positive
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,30 +29,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.perf_counter()
     with ExitStack() as held:
         try:
-            args = make_parser().parse_args(argv)
-            positive("--", args, "cpu_devices", "local_devices", "minutes")
-            devices.select_platform(args.cpu_devices)
+            options = parse_options(argv)
+            devices.select_platform(options.cpu_devices)
             job.join()
             devices.find()
-            if args.local_devices is not None:
-                devices.check_local_devices(args.local_devices, cpu=args.cpu_devices is not None)
+            on_cpu = options.cpu_devices is not None
+            devices.check_local_devices(options.local_devices, cpu=on_cpu)
 
             def own_folder() -> None:
                 with suppress(OSError):  # the check itself finds that it cannot be written
-                    args.output.mkdir(parents=True, exist_ok=True)
-                    held.enter_context(owned(args.output))
+                    options.output.mkdir(parents=True, exist_ok=True)
+                    held.enter_context(owned(options.output))
 
             job.broadcast("check's folder", own_folder)
             told, missing = ask_driver()
             cluster = find_cluster(told)
-            everywhere = job.gather("check", found_here(cluster, told, args))
+            everywhere = job.gather("check", found_here(cluster, told, options))
 
             def conclude() -> int:
-                report = make_report(cluster, everywhere, args, missing)
+                report = make_report(cluster, everywhere, options, missing)
                 report["seconds"] = time.perf_counter() - began
                 show(report)
                 with suppress(OSError):  # a folder that cannot be written is a fault already
-                    write_json(args.output / FILE, report)
+                    write_json(options.output / FILE, report)
                 return report["status"]
 
             status = job.broadcast("check's status", conclude)
@@ -103,7 +100,7 @@ def find_cluster(told: Mapping[jax.Device, nvml.Gpu]) -> measure.Cluster:
 
 
 def found_here(
-    cluster: measure.Cluster, told: Mapping[jax.Device, nvml.Gpu], args: argparse.Namespace
+    cluster: measure.Cluster, told: Mapping[jax.Device, nvml.Gpu], options: Options
 ) -> dict[str, Any]:
     """The findings of this process: settings, files, the driver's facts, rates, and what
     `--minutes` and `--sizes` ask for: the counters that grew under a long load (`grew`), DCGM's
@@ -122,7 +119,7 @@ def found_here(
         "settings": host_facts.settings(bool(told)),
         "gpus": dict(zip(named, facts, strict=True)),
         "ports": host_facts.ports(),
-        "files": host_facts.files(args.output) if job.one_of_node("check of files") else {},
+        "files": host_facts.files(options.output) if job.one_of_node("check of files") else {},
         "grew": {},
         "diagnosis": None,
     }
@@ -136,15 +133,15 @@ def found_here(
         return [kind for kind, some in kinds.items() if on_gpus() and slow(some)]
 
     rates += measure_kinds(cluster, job.broadcast("check again", doubtful))
-    if args.minutes:
+    if options.minutes:
         before = host_facts.counters(named)
         with host_facts.under_load(told.values(), facts), progress("loading") as say:
-            say(f"loading all GPUs for {args.minutes} minutes")
-            rates += measure.sustained(cluster, args.minutes)
+            say(f"loading all GPUs for {options.minutes} minutes")
+            rates += measure.sustained(cluster, options.minutes)
         found["grew"] = host_facts.grew(before, host_facts.counters(named))
         if job.one_of_node("check of DCGM"):
             found["diagnosis"] = host_facts.diagnosis()
-    sizes = measure.by_size(cluster) if args.sizes else []
+    sizes = measure.by_size(cluster) if options.sizes else []
     return found | {"rates": [asdict(rate) for rate in rates], "sizes": sizes}
 
 
@@ -174,7 +171,7 @@ def on_gpus() -> bool:
 
 
 def make_report(
-    cluster: measure.Cluster, everywhere: Sequence[Mapping[str, Any]], args: argparse.Namespace,
+    cluster: measure.Cluster, everywhere: Sequence[Mapping[str, Any]], options: Options,
     missing: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     """The report, which becomes check.json, from what all processes have found."""
@@ -199,14 +196,14 @@ def make_report(
     excluded = dict.fromkeys(node for finding in faults for node in finding.nodes)
     return {
         "status": next((STATUS[c] for c in ("gpu", "network", "storage") if c in causes), 0),
-        "minutes": args.minutes,
+        "minutes": options.minutes,
         "device": device,
         "null": is_null(device),
         "nodes": len(hosts),
         "devices": int(cluster.devices.size),
         "faults": [str(finding) for finding in faults],
         "remarks": [str(finding) for finding in found if not finding.cause],
-        "not_judged": [*unknown, *too_few(kinds, hosts, args.sizes)],
+        "not_judged": [*unknown, *too_few(kinds, hosts, options.sizes)],
         "unknown": unknown,
         "exclude": ",".join(excluded),
         "rates": {

@@ -83,9 +83,11 @@ def hidden_by() -> str:
     return f" ({', '.join(given)})" if given else ""
 
 
-def check_local_devices(expected: int, cpu: bool) -> None:
+def check_local_devices(expected: int | None, cpu: bool) -> None:
     """Raises RecipeError, naming the node, if this process does not have `expected` devices, or if
-    it has CPU devices and `cpu` is false."""
+    it has CPU devices and `cpu` is false. With None any devices will do."""
+    if expected is None:
+        return
     where = f"node {platform.node()}, process {jax.process_index()}"
     were = "was" if expected == 1 else "were"
     if jax.local_devices()[0].platform == "cpu" and not cpu:

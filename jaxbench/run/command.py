@@ -51,8 +51,7 @@ def join_and_resolve(
     job.join(watched=options.watchdog is not None)
     count, platform = devices.find()
     check_profiled(options, jax.process_count())
-    if options.local_devices is not None:
-        devices.check_local_devices(options.local_devices, cpu=options.cpu_devices is not None)
+    devices.check_local_devices(options.local_devices, cpu=options.cpu_devices is not None)
     gpu = identify(jax.devices()[0].device_kind)
     warnings = []
     if platform == "cpu" and options.cpu_devices is None and devices.has_nvidia_gpu():
