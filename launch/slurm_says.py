@@ -64,24 +64,32 @@ def ended_by_slurm(state, start, messages):
     return (causes or ["requeued" if requeued else "cancelled"])[0], requeued
 
 
-def srun_error(messages):
-    """The cause, the reason and the node of srun's first error about a process that could not say
-    itself what happened. None if there is no such error."""
-    lines = [line for line in messages.splitlines() if not line.startswith("rank ")]
+def first_error(lines):
+    """The parts, the cause and the reason of the first line that is in `SRUN`; None without one."""
     for line in lines:
         for pattern, cause, reason in SRUN:
             match = re.search(pattern, line)
             if match:
-                found = match.groupdict()
-                if not (found.get("rank") or found.get("node")):
-                    tasks = (re.search(TASK, line) for line in lines)
-                    task = next(filter(None, tasks), None)
-                    found = dict(task.groupdict() if task else {}, **found)
-                node = found.get("node") or node_of(found.get("rank"))
-                where = node or "a node"
-                where = f"rank {found['rank']} on {where}" if found.get("rank") else where
-                return cause, f"{where}: {reason.format(**found)}", node
+                return match.groupdict(), cause, reason
     return None
+
+
+def srun_error(messages):
+    """The cause, the reason and the node of srun's first error about a process that could not say
+    itself what happened. None if there is no such error."""
+    lines = [line for line in messages.splitlines() if not line.startswith("rank ")]
+    error = first_error(lines)
+    if error is None:
+        return None
+    found, cause, reason = error
+    if not (found.get("rank") or found.get("node")):  # another line may say which process it was
+        tasks = (re.search(TASK, line) for line in lines)
+        task = next(filter(None, tasks), None)
+        found = dict(task.groupdict() if task else {}, **found)
+    rank = found.get("rank")
+    node = found.get("node") or node_of(rank)
+    where = f"rank {rank} on {node or 'a node'}" if rank else node or "a node"
+    return cause, f"{where}: {reason.format(**found)}", node
 
 
 def node_of(rank):

@@ -31,8 +31,6 @@ from slurm_says import TASK, ended_by_slurm, job_state, slurms, srun_error
 
 from jaxbench.base.errors import STATUS
 
-RECORDS = "job.json", "run.json"
-
 FIRST = r"(?m)^rank (\d+) on (\S+): exit (\d+)$"
 """The line that `run.sh` prints when a process failed."""
 
@@ -259,7 +257,8 @@ def complete(folder, name, verdict, slurm):
 
 def record(folder, verdict, slurm):
     """Completes both records, and also the log of the run unless the run is completed."""
-    recipe = [complete(folder, name, verdict, slurm) for name in RECORDS][-1]
+    complete(folder, "job.json", verdict, slurm)
+    recipe = complete(folder, "run.json", verdict, slurm)
     if recipe:
         with open(os.path.join(folder, "log-{recipe}_{row}.out".format_map(recipe)), "a") as file:
             file.write(f"{verdict.status}: {verdict.reason}\n")
@@ -306,7 +305,7 @@ def main(step, folder, start, status, messages):
         if by_slurm:
             reason = f"{by_slurm[0]}; killed before it had ended"
             found = Verdict("interrupted", by_slurm[0], reason, 128 + signal.SIGTERM)
-            for name in RECORDS:
+            for name in ("job.json", "run.json"):
                 complete(folder, name, found, slurms(state, found))
         return ()
     found = verdict(step, folder, start, status, messages, state)
