@@ -137,6 +137,16 @@ def read_jobs(store: Path) -> dict[str, dict[str, str]]:
         raise RecipeError(f"{store}: not what a sweep wrote ({error}); move it away") from error
 
 
+def submitted(run: Entry, job: submit.Job) -> dict[str, str]:
+    """Submits the job of a run. Returns its id and its folder. Raises a RecipeError that names the
+    entry."""
+    try:
+        number = submit.submit(job)
+    except RecipeError as error:
+        raise RecipeError(f"{run.where}: {error}") from error
+    return {"id": number, "folder": str(job.folder(number))}
+
+
 def sweep(path: Path, show: bool, options: list[str]) -> list[str]:
     """Submits the missing runs of a list and prints the state of every run. Returns the folders of
     the runs that have a record."""
@@ -146,26 +156,22 @@ def sweep(path: Path, show: bool, options: list[str]) -> list[str]:
     for run in entries(path):
         if (first := runs.setdefault(run.key(options), run)) is not run:
             raise RecipeError(f"{run.where}: the same run as {first.where}; use repeats")
-    states = {
-        key: state(job["id"], record_of(Path(job["folder"])), queued)
-        if (job := jobs.get(key))
-        else new(run, jobs)
-        for key, run in runs.items()
-    }
+    states: dict[str, str] = {}
+    for key, run in runs.items():
+        if job := jobs.get(key):
+            states[key] = state(job["id"], record_of(Path(job["folder"])), queued)
+        else:
+            states[key] = new(run, jobs)
     missing = [key for key, value in states.items() if value not in DONE and not show]
     checked = {key: runs[key].job(options) for key in missing}
     for key, run in runs.items():
         if key in checked:
             warnings = sbatch.refusal(checked[key].script())
-            try:
-                number = submit.submit(checked[key])
-            except RecipeError as error:
-                raise RecipeError(f"{run.where}: {error}") from error
-            jobs[key] = {"id": number, "folder": str(checked[key].folder(number))}
+            jobs[key] = submitted(run, checked[key])
             write_json(store, jobs)
             states[key] += ", submitted"
             for line in warnings:
-                print(f"warning: {run.where}: job {number}: {line}", file=sys.stderr)
+                print(f"warning: {run.where}: job {jobs[key]['id']}: {line}", file=sys.stderr)
         done = states[key] == "completed"
         text = result(jobs[key]) if done else jobs.get(key, {}).get("id", "")
         print(f"{run}  {states[key]:27} {text}")
