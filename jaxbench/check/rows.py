@@ -23,6 +23,15 @@ FILE = "rows.json"
 """Jobs with their folders and nodes, by row."""
 
 
+def gpus_of(recipe: str, words: Sequence[str], have: int) -> int | None:
+    """The GPUs of a benchmark: as its options say, or else of the largest row of its recipe that
+    fits. None if no row does."""
+    if named := re.search(r"--gpus[ =](\d+)", " ".join(words)):
+        return int(named[1])
+    rows = (number for number in recipes.load(recipe).rows if isinstance(number, int))
+    return max((number for number in rows if min(2, have) <= number <= have), default=None)
+
+
 def submit(
     row: str, nodes: Sequence[str], options: Options, dry_run: bool = False
 ) -> tuple[str, str, list[str]]:
@@ -33,17 +42,11 @@ def submit(
         recipe, *words = shlex.split(row) or [""]
     except ValueError as error:
         raise RecipeError(f"--row {row!r}: {error}") from error
-    named = re.search(r"--gpus[ =](\d+)", " ".join(words))
     per_node = options.devices_per_node
     have = len(nodes) * per_node
-    if named:
-        gpus = int(named[1])
-    else:
-        known = (n for n in recipes.load(recipe).rows if isinstance(n, int))
-        fitting = [n for n in known if min(2, have) <= n <= have]
-        if not fitting:
-            raise RecipeError(f"--row {row!r}: no row of it is for 2 to {have} GPUs; add --gpus")
-        gpus = max(fitting)
+    gpus = gpus_of(recipe, words, have)
+    if gpus is None:
+        raise RecipeError(f"--row {row!r}: no row of it is for 2 to {have} GPUs; add --gpus")
     if gpus > have:
         message = f"{gpus} GPUs, but {counted(len(nodes), 'node')} have {have}"
         raise RecipeError(f"--row {row!r}: {message}")
