@@ -1,6 +1,5 @@
 """Options of sbatch, checks before a submission, and the submission itself."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -115,14 +114,13 @@ def merge(launcher: Options, user: Options) -> Options:
 
 
 def check(results: Path, settings: Mapping[str, str], root: Path) -> None:
-    """Raises RecipeError if there is no Slurm, if there is neither an environment nor an image, or
-    if the results cannot be written. Makes the folder of the results."""
+    """Raises RecipeError if there is no Slurm, if the image cannot be used, or if the results
+    cannot be written. Makes the folder of the results. `submit.sh` has checked the virtual
+    environment."""
     if shutil.which("sbatch") is None:
         raise RecipeError(NO_SLURM.format("sbatch"))
     if image := settings.get("RUN_CONF_IMAGE"):
         check_image(image, (root, Path(settings["JAXBENCH_STAGE"])))
-    else:
-        check_venv(Path(settings.get("JAXBENCH_VENV") or root / ".venv"))
     try:
         results.mkdir(parents=True, exist_ok=True)
         writable = os.access(results, os.W_OK | os.X_OK)
@@ -134,22 +132,6 @@ def check(results: Path, settings: Mapping[str, str], root: Path) -> None:
             f"cannot write to {results}: {reason}; set STAGE_PATH (or LLMB_INSTALL) to a folder of "
             "yours that all nodes share"
         )
-
-
-def check_venv(folder: Path) -> None:
-    """Raises RecipeError for a virtual environment that does not exist or cannot be executed."""
-    python = folder / "bin" / "python"
-    if os.access(python, os.X_OK):
-        return
-    if os.path.lexists(python):
-        reason = "Permission denied"
-        with contextlib.suppress(PermissionError):
-            reason = "Permission denied" if python.exists() else "No such file or directory"
-        raise RecipeError(f"{python} ({os.path.realpath(python)}) cannot be executed: {reason}")
-    raise RecipeError(
-        f"there is no virtual environment in {folder}: run launch/setup.sh, or name one in "
-        "JAXBENCH_VENV, or an image in RUN_CONF_IMAGE"
-    )
 
 
 def image_path(name: str) -> str:

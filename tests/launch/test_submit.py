@@ -169,7 +169,6 @@ def test_a_refusal_of_slurm_is_one_line(here, tmp_path, monkeypatch, capsys):
     [
         ({"STAGE_PATH": "/proc/none"}, "cannot write to /proc/none/results/"),
         ({"STAGE_PATH": "/dev/null"}, "Not a directory; set STAGE_PATH (or LLMB_INSTALL) to a fol"),
-        ({"JAXBENCH_VENV": "/none"}, "no virtual environment in /none: run launch/setup.sh, or"),
         ({"RUN_CONF_IMAGE": "/none.sqsh"}, "RUN_CONF_IMAGE: there is no file /none.sqsh; launch/"),
         ({"RUN_CONF_IMAGE": "ubuntu"}, f"RUN_CONF_IMAGE: there is no file {Path.cwd()}/ubuntu;"),
         (
