@@ -1,19 +1,10 @@
 """The picture of docs/forecast.md: published over forecast rates, from the lines of its table.
-
-    python benchmarks/forecast_picture.py [docs/forecast.md]
-
-Draws the table that is there; `benchmarks/forecast.py` draws the one that it writes.
-"""
+`forecast.py` draws it."""
 
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from jaxbench.base.files import write_whole
 from jaxbench.pages.charts import Scale
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 560, 72, 560, 24, 500
@@ -106,8 +97,3 @@ def _series(name: str, group: list[tuple[int, int]], x: Scale, y: Scale, row: in
     marks = "".join(f"M{px:g},{py:g}{marker}" for px, py in places)
     text = f'<text x="{RIGHT + 36}" y="{TOP + 68 + 24 * row}">{title}, {len(group)}</text>'
     return f'<path class="mark {name}" d="{marks}"/>{text}'
-
-
-if __name__ == "__main__":
-    document = Path(*sys.argv[1:] or ["docs/forecast.md"])
-    write_whole(document.with_suffix(".svg"), picture(document.read_text().splitlines()))

@@ -1,19 +1,9 @@
 """The picture at the top of README, docs/gpus.svg: the same model on several GPUs, by the table of
-all plans and the published figures.
+all plans and the published figures. `tables.py` draws it."""
 
-    python benchmarks/gpus_picture.py
-"""
-
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from jaxbench.base.files import write_whole  # noqa: E402
-from jaxbench.pages.charts import Scale  # noqa: E402
-from jaxbench.recipe import listing  # noqa: E402
-from jaxbench.recipe.names import precision_name  # noqa: E402
+from jaxbench.pages.charts import Scale
+from jaxbench.recipe import listing
+from jaxbench.recipe.names import precision_name
 
 MODEL, TITLE, GPUS, SHOWN = "llama31_8b_", "Llama 3.1 8B", 8, 60_000
 PRECISIONS = ("bf16", "fp8", "mxfp8", "nvfp4")
@@ -91,7 +81,3 @@ def line(row: listing.Row, y: float, scale: Scale, reference: float) -> str:
             f"{row.forecast / reference:.1f} ×</tspan></text>",
         ]
     )
-
-
-if __name__ == "__main__":
-    write_whole(ROOT / "docs/gpus.svg", picture())

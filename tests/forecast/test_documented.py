@@ -20,7 +20,7 @@ def test_the_document_has_every_published_figure(monkeypatch):
 
 
 def test_the_picture_is_of_the_tables(monkeypatch):
-    """`python benchmarks/forecast_picture.py` draws those that are there."""
+    """`python benchmarks/forecast.py` draws them."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from forecast_picture import picture
 
