@@ -178,7 +178,7 @@ def heat_maps(every: Sequence[RunGpu]) -> tuple[list[dict[str, Any]], list[str]]
     return pictures, sentences
 
 
-def ecc_errors(every: Sequence[Gpu]) -> list[str]:
+def ecc_errors(every: Sequence[RunGpu]) -> list[str]:
     """A sentence for uncorrected and one for corrected ECC errors, which names the GPUs that had
     some, those with the most first."""
     uncorrected = {gpu: gpu.uncorrected for gpu in every if gpu.uncorrected}

@@ -31,22 +31,21 @@ def prepare(run: Run, options: Options, held: ExitStack) -> tuple[Run, Session |
     start = job.broadcast("start", lambda: _decide(run, options, held))
     if start is None:
         return run, None
-    folder, readable, skipped, steps = start
     session = Session(
-        folder=Path(folder), options=options, checkpoints=tuple(map(Path, readable)),
-        skipped=tuple(skipped),
-    )  # fmt: skip
+        folder=Path(start["folder"]),
+        options=options,
+        checkpoints=tuple(map(Path, start["checkpoints"])),
+        skipped=tuple(start["skipped"]),
+    )
     if options.nccl_trace:
         profiling.trace_nccl(session.folder)
-    return replace(run, steps=steps), session
+    return replace(run, steps=start["steps"]), session
 
 
-def _decide(
-    run: Run, options: Options, held: ExitStack
-) -> tuple[str, list[str], list[str], int] | None:
-    """(folder, readable checkpoints from the newest on, why newer ones are skipped, steps) of a
-    session; None if the run is completed. Makes the folder and becomes its owner. Raises
-    RecipeError for a mistake, and RunFailed if no checkpoint can be read."""
+def _decide(run: Run, options: Options, held: ExitStack) -> dict[str, Any] | None:
+    """The number of `steps` and, as JSON, the fields of the session; None if the run is completed.
+    Makes the folder and becomes its owner. Raises RecipeError for a mistake, and RunFailed if no
+    checkpoint can be read."""
     recipe, steps = recipes.describe(run), run.steps
     readable: list[Path] = []
     skipped: list[str] = []
@@ -68,7 +67,10 @@ def _decide(
             return None
         if any((folder / saved_checkpoints.FOLDER).glob("[0-9]*")):
             readable, skipped = saved_checkpoints.readable(folder, recipe)
-    return str(folder), [str(path) for path in readable], skipped, steps
+    return {
+        "folder": str(folder), "checkpoints": [*map(str, readable)], "skipped": skipped,
+        "steps": steps,
+    }  # fmt: skip
 
 
 def _own(run: Run, options: Options, held: ExitStack) -> Path:
