@@ -42,11 +42,13 @@ to (the next x, aux)."""
 @dataclass(frozen=True, eq=False)
 class LoopedBlock:
     """A block that is looped over: the function that applies it, its VJP with types in place of
-    residuals, and which residuals wait in host memory."""
+    residuals, which residuals wait in host memory, and whether an earlier microbatch had a stash
+    too."""
 
     apply: ApplyBlock
     vjp: Any
     host: HostTypes
+    follows: bool
 
 
 def can_offload() -> bool:
@@ -105,9 +107,10 @@ class LayerLoop:
         else:
             types, vjp, _ = _linearized(block, *operands)
             host = _host_types(block, operands, types, policy.offloaded)
+            looped = LoopedBlock(block, vjp, host, follows=stash is not None)
             if stash is None:
                 stash = allocate(_split(types, host)[0], count)
-            y, aux, stash = _looped(LoopedBlock(block, vjp, host), *operands, stash)
+            y, aux, stash = _looped(looped, *operands, stash)
         self.written.append(stash)
         return y, aux
 
@@ -136,7 +139,7 @@ def _forward(block, x, weights, constants, common, stash):
 
     types = [like for like in block.host if like is not None]
     count = len(jax.tree.leaves(weights)[0])
-    waiting = allocate(types, count, after=stash[0] if stash else None)
+    waiting = allocate(types, count, after=stash[0] if block.follows and stash else None)
     start = x, stash, jax.device_put(waiting, HOST), allocate(types)
     (y, stash, waiting, last), aux = scan_allocated(step, start, (weights, constants))
     return (y, aux, stash), (weights, constants, common, stash, waiting, last)
