@@ -132,8 +132,8 @@ def gradients(state: State, tokens: jax.Array, targets: jax.Array, run: Run) -> 
     def add_microbatch(carry, batch):
         total, largest, stashes = carry
         if run.execution.offload != "none":
-            _, sums = total
-            stashes = after_backward(stashes, sums.stacks[0])  # the first layers come last
+            # The backward pass ends with the first layers.
+            stashes = after_backward(stashes, total.gradients.stacks[0])
         new, observed, stashes = one_microbatch(batch, stashes)
         total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, new)
         return (total, jax.tree.map(jnp.maximum, largest, observed), stashes), None
