@@ -365,10 +365,15 @@ def _tokens(run: Run) -> float:
     return run.microbatch * run.batch.sequence_length / p.context / p.tensor
 
 
+def host_bytes(run: Run, policy: Policy) -> float:
+    """Bytes of host memory that hold a device's offloaded activations. Microbatches share them."""
+    return BF16 * policy.host * _tokens(run)
+
+
 def policy_s(run: Run, policy: Policy, step_s: float, gpu: Gpu) -> float:
     """Seconds that a policy adds to a step of `step_s`: negative for what it need not recompute,
     and copies to the host and back as far as they outlast the passes that can hide them."""
-    bytes_copied = BF16 * policy.host * _tokens(run) * run.accumulation
+    bytes_copied = host_bytes(run, policy) * run.accumulation
     seconds = bytes_copied / (gpu.host * 1e9) if gpu.host else 0.0
     return sum(max(0.0, seconds - share * step_s) for share in HIDDEN) - step_s * policy.spared
 

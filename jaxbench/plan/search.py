@@ -179,6 +179,8 @@ class Search:
         every = candidates.policies(run, self.remat, self.offload)
         if best and run.parallelism.pipeline == 1:
             every = [candidates.policy_of(best), *every]
+        host = self.gpu.host_limit
+        every = [each for each in every if candidates.host_bytes(run, each) <= host] or every
         needed = {policy: _peak(estimated_peak(run, policy), peaks) for policy in every}
         room = self.limit * (1 if compiled else share)
         fitting = [policy for policy in every if needed[policy] <= room]

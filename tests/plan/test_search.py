@@ -273,6 +273,14 @@ def test_what_has_no_room_is_saved_in_host_memory():
     assert {each.execution.offload for each in seen} == {"none"}
 
 
+def test_what_the_host_cannot_hold_is_not_compiled():
+    run = row("llama2_70b_bf16", 64, "execution.offload=none", "execution.remat=full")
+    small = replace(H100, host_memory=H100.host_memory // 8)
+    seen = simulate(Search(run, small, FEW), 8)
+    needed = [candidates.host_bytes(each, candidates.policy_of(each)) for each in seen]
+    assert 0 < max(needed) <= small.host_limit
+
+
 def test_two_changes_are_one_candidate_unless_they_are_of_one_setting():
     run = row("llama2_70b_fp8", 256)
     guided = next(candidates.other_options(run))
