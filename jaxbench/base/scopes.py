@@ -1,5 +1,4 @@
-"""Names that operators give to what they compute. Plans and checks find it by them in a compiled
-program."""
+"""Names by which plans and checks find in a compiled program what operators compute."""
 
 SCAN = "ssd.scan"
 """Part of the scope of every kernel of the Mamba-2 scan."""
@@ -13,3 +12,6 @@ HADAMARD = "hadamard"
 
 TRITON = "__gpu$xla.gpu.triton"
 """The target of the custom calls that Pallas kernels compile to."""
+
+ALLOCATES = "AllocateBuffer"
+"""The target of the custom call that allocates an uninitialised buffer. It runs no kernel."""

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxbench import mesh
+from jaxbench.base.scopes import ALLOCATES
 
 
 def read(tree: Any, *index: Any) -> Any:
@@ -90,7 +91,7 @@ def _empty(*awaited: jax.Array, shape: tuple[int, ...], dtype: Any, number: int)
     if not awaited:
         return jax.lax.empty(shape, dtype)
     call = jax.ffi.ffi_call(
-        "AllocateBuffer",
+        ALLOCATES,
         jax.ShapeDtypeStruct(shape, dtype),
         custom_call_api_version=1,
         legacy_backend_config=str(number),

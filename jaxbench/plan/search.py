@@ -170,9 +170,10 @@ class Search:
         return None
 
     def _fitting(self, run: Run, compiled: list[Run], share: float) -> list[Policy]:
-        """The policies with which we expect a run to fit, by the peaks of what was `compiled` with
-        its layout and options, or else of the best candidate. If none is expected to fit and
-        nothing has fitted yet, the policy with the lowest peak."""
+        """The policies with which we expect a run to fit. The memory of the host decides first,
+        unless it can hold none of them; then the peaks of what was `compiled` with the run's layout
+        and options, or else of the best candidate. If none is expected to fit and nothing has
+        fitted yet, the policy with the lowest peak."""
         best = self.best()
         near = compiled or [best or min(self.tried, key=lambda other: self.tried[other].peak)]
         peaks = [(estimated_peak(other), self.tried[other].peak) for other in near]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from jaxbench.base.scopes import ALLOCATES
 from jaxbench.xla.instruction import (
     COUNTED,
     SOURCE,
@@ -29,9 +30,6 @@ GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 
 PROFILED = "program.txt"
 """The file in the folder of a JAX profile that has the text of the profiled program."""
-
-ALLOCATES = "AllocateBuffer"
-"""The target of the custom call that allocates an uninitialised buffer."""
 
 MEMORY_BOUND = re.compile(
     rf"{ALLOCATES}|__cub\$.*|__gpu\$TopK|cu_threefry2x32.*|cu_lu_pivots_to_permutation|"

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from jaxbench.xla.hlo import ALLOCATES, GEMM_CALLS, Program
+from jaxbench.base.scopes import ALLOCATES
+from jaxbench.xla.hlo import GEMM_CALLS, Program
 from jaxbench.xla.instruction import (
     DTYPE_BITS,
     Instruction,
