@@ -42,13 +42,11 @@ to (the next x, aux)."""
 @dataclass(frozen=True, eq=False)
 class LoopedBlock:
     """A block that is looped over: the function that applies it, its VJP with types in place of
-    residuals, which residuals wait in host memory, and whether an earlier microbatch had a stash
-    too."""
+    residuals, and which residuals wait in host memory."""
 
     apply: ApplyBlock
     vjp: Any
     host: HostTypes
-    follows: bool
 
 
 def can_offload() -> bool:
@@ -61,11 +59,13 @@ class LayerLoop:
     """Applies the segments of a model's layers, and keeps their stashes.
 
     `stashes` come from an earlier microbatch, one for each call of `scan`; without them new ones
-    are allocated. `written` are the stashes after the calls.
+    are allocated. `written` are the stashes after the calls. Host memory is allocated once the
+    array `after` is known. It comes from the end of the backward pass of that microbatch, so that
+    both share the memory.
     """
 
-    def __init__(self, stashes: Sequence[Stash] = ()):
-        self.stashes, self.written = iter(stashes), list[Stash]()
+    def __init__(self, stashes: Sequence[Stash] = (), after: jax.Array | None = None):
+        self.stashes, self.after, self.written = iter(stashes), after, list[Stash]()
 
     def scan(
         self,
@@ -107,28 +107,19 @@ class LayerLoop:
         else:
             types, vjp, _ = _linearized(block, *operands)
             host = _host_types(block, operands, types, policy.offloaded)
-            looped = LoopedBlock(block, vjp, host, follows=stash is not None)
             if stash is None:
                 stash = allocate(_split(types, host)[0], count)
-            y, aux, stash = _looped(looped, *operands, stash)
+            y, aux, stash = _looped(LoopedBlock(block, vjp, host), *operands, stash, self.after)
         self.written.append(stash)
         return y, aux
 
 
-def after_backward(stashes: list[Stash], gradients: Any) -> list[Stash]:
-    """The stashes of the microbatch before, which are ready once its backward pass has made
-    `gradients`. Host memory is allocated after the stashes, so two microbatches share it."""
-    smallest = min(jax.tree.leaves(gradients), key=lambda gradient: gradient.size)
-    ready, _ = jax.lax.optimization_barrier((stashes, smallest))
-    return ready
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _looped(block: LoopedBlock, x, weights, constants, common, stash):
-    return _forward(block, x, weights, constants, common, stash)[0]
+def _looped(block: LoopedBlock, x, weights, constants, common, stash, after):
+    return _forward(block, x, weights, constants, common, stash, after)[0]
 
 
-def _forward(block, x, weights, constants, common, stash):
+def _forward(block, x, weights, constants, common, stash, after):
     def step(index, carry, operands):
         x, stash, waiting, before = carry
         (y, aux), vjp = jax.vjp(block.apply, x, *operands, common)
@@ -139,7 +130,7 @@ def _forward(block, x, weights, constants, common, stash):
 
     types = [like for like in block.host if like is not None]
     count = len(jax.tree.leaves(weights)[0])
-    waiting = allocate(types, count, after=stash[0] if block.follows and stash else None)
+    waiting = allocate(types, count, after=after)
     start = x, stash, jax.device_put(waiting, HOST), allocate(types)
     (y, stash, waiting, last), aux = scan_allocated(step, start, (weights, constants))
     return (y, aux, stash), (weights, constants, common, stash, waiting, last)
@@ -161,7 +152,7 @@ def _backward(block, saved, cotangents):
 
     inputs = weights, constants, d_aux
     (dx, _), d_weights = scan_allocated(step, (dy, last), inputs, reverse=True)
-    return dx, d_weights, None, None, None
+    return dx, d_weights, None, None, None, None
 
 
 _looped.defvjp(_forward, _backward)

@@ -18,7 +18,7 @@ from jaxbench.models.decoder import Decoder
 from jaxbench.models.layers import DTYPES, Weight, sum_dtype, with_values
 from jaxbench.ops import quantized
 from jaxbench.ops.dense import is_variable
-from jaxbench.ops.layer_stack import LayerLoop, after_backward
+from jaxbench.ops.layer_stack import LayerLoop
 from jaxbench.ops.moe.routing import RoutingSummary
 from jaxbench.ops.stash import allocate, read
 from jaxbench.recipe.settings import Run
@@ -115,26 +115,26 @@ def gradients(state: State, tokens: jax.Array, targets: jax.Array, run: Run) -> 
         weights.stacks = unmark_matrices(weights.stacks)
     quantization = quantized.Quantization.of(weights.stacks, state.fp8, precision, run.seed)
 
-    def loss_share(weights, probes, stashes, batch):
-        """((loss, routing figures) over the number of microbatches, stashes)."""
-        loop, scaled = LayerLoop(stashes), quantization.scaled(probes)
+    def loss_share(weights, probes, stashes, batch, after=None):
+        """((loss, routing figures) over the number of microbatches, stashes). `stashes` and `after`
+        are as in `LayerLoop`."""
+        loop, scaled = LayerLoop(stashes, after), quantization.scaled(probes)
         values = weights.loss(batch, run.execution, precision, scaled, loop)
         loss, figures = jax.tree.map(lambda value: value / run.accumulation, values)
         return loss, (figures, loop.written)
 
-    def one_microbatch(batch, stashes=()):
+    def one_microbatch(batch, stashes=(), after=None):
         """(the microbatch's part of the sums, observed amax, stashes)."""
         (loss, (figures, stashes)), (grads, observed) = jax.value_and_grad(
             loss_share, argnums=(0, 1), has_aux=True
-        )(weights, quantization.probes, stashes, batch)
+        )(weights, quantization.probes, stashes, batch, after)
         return Sums(loss, figures, grads), observed, stashes
 
     def add_microbatch(carry, batch):
         total, largest, stashes = carry
-        if run.execution.offload != "none":
-            # The backward pass ends with the first layers.
-            stashes = after_backward(stashes, total.gradients.stacks[0])
-        new, observed, stashes = one_microbatch(batch, stashes)
+        # The backward pass ends with the first layers.
+        last = min(jax.tree.leaves(total.gradients.stacks[0]), key=lambda gradient: gradient.size)
+        new, observed, stashes = one_microbatch(batch, stashes, after=last)
         total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, new)
         return (total, jax.tree.map(jnp.maximum, largest, observed), stashes), None
 

@@ -119,13 +119,17 @@ def test_llama2_70b_on_64_gpus_fits_and_recomputes_nothing(llama2):
 
 
 @offloads
-def test_microbatches_share_host_memory():
+@pytest.mark.parametrize(
+    ("remat", "offload", "features"),
+    [("query,key,value,attention,residual", "gate,up", 2 * 28672), ("full", "input", 8192)],
+    ids=["gate and up", "all that is saved"],
+)
+def test_microbatches_share_host_memory(remat, offload, features):
     """XLA unrolls the loop over microbatches, and would allocate for two of them at once."""
-    layers, tokens, ffn = 8, 8192, 28672
-    row = Compiled("llama31_70b_bf16", 64, f"model.layers={layers}", "execution.offload=gate,up",
-                   "execution.remat=query,key,value,attention,residual")  # fmt: skip
+    row = Compiled("llama31_70b_bf16", 64, "model.layers=8", f"execution.remat={remat}",
+                   f"execution.offload={offload}")  # fmt: skip
     assert (row.run.accumulation, row.run.microbatch) == (2, 1)
-    assert offloaded_bytes(row.compiled) == layers * 2 * tokens * 2 * ffn
+    assert offloaded_bytes(row.compiled) == 8 * 8192 * features * 2
 
 
 @offloads
