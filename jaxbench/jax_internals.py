@@ -25,8 +25,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxlib.triton import dialect as triton
 
-from jaxbench.base.scopes import ALLOCATES
-
 READS_HOST = jaxlib.version.__version_info__ >= (0, 11, 2)
 """False for compilers for GPUs with a bug: in a loop that goes backwards they read a stack in host
 memory at wrong places (openxla/xla issue 46231)."""
@@ -74,7 +72,8 @@ def kernel_names(program: jax.stages.Compiled) -> Iterator[tuple[str, ...]]:
                 if opcode == "kAsyncStart":
                     yield i.name, i.async_wrapped_root().name
                 elif opcode.endswith("Start") or (
-                    opcode == "kCustomCall" and f'target="{ALLOCATES}"' not in i.to_string()
+                    # An allocation runs no kernel.
+                    opcode == "kCustomCall" and 'target="AllocateBuffer"' not in i.to_string()
                 ):
                     yield (i.name,)
 
