@@ -83,6 +83,7 @@ def host_bytes(run: Run) -> float:
 
     A block that does not repeat keeps its activations on the device, and so needs no host memory.
     The last block of a stack keeps them there too, but its place in host memory is allocated.
+    Microbatches share the memory.
     """
     cfg, p, execution = run.model, run.parallelism, run.execution
     features = {n: a.features for n, a in activations(cfg, run.batch.sequence_length).items()}
@@ -93,10 +94,8 @@ def host_bytes(run: Run) -> float:
         for name, count in execution.offloaded(cfg.layers).items()
     }
     tokens = run.microbatch * run.batch.sequence_length / p.context / p.tensor
-    # If there are several microbatches, XLA holds the activations of two.
-    stacks = min(run.accumulation, 2)
     per_token = sum(features.get(name, 0) * count for name, count in layers.items()) / cfg.layers
     patterns = repeating_blocks(cfg)
     repeated = sum(len(pattern) * times for pattern, times in patterns if times > 1)
     share = repeated / sum(len(pattern) * times for pattern, times in patterns)
-    return stacks * BF16 * tokens * per_token * share
+    return BF16 * tokens * per_token * share
