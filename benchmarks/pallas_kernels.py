@@ -223,7 +223,11 @@ def block_scaled(model: str, dtype: str) -> Case:
 
     def multiply(x, seeds, by_row, w, first, last, counts):
         groups = of_experts(counts, rows)
-        both = kernels.mxfp8_both(x) if dtype == "mxfp8" else kernels.nvfp4_both(x, seeds, True)
+        both = (
+            kernels.quantize_mxfp8(x)
+            if dtype == "mxfp8"
+            else kernels.quantize_nvfp4(x, seeds, True)
+        )
         by_weight = scaled.by_weight(by_row, w, "first", groups)
         return both, by_weight, scaled.of_weight(first, last, groups)
 

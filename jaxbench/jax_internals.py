@@ -21,8 +21,8 @@ import numpy as np
 from jax._src import distributed, xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.pallas.triton import lowering as triton_lowering
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir, partial_eval
 from jaxlib.triton import dialect as triton
 
 READS_HOST = jaxlib.version.__version_info__ >= (0, 11, 2)
@@ -221,6 +221,63 @@ def fp8_product(emulated: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return triton.dot(a, b, total, max_num_imprecise_acc=2**30)
 
     return primitive.bind
+
+
+def if_used(compute: Callable[..., tuple], count: int, *operands: Any) -> tuple:
+    """The results of `compute`, of which only those are computed that the program uses.
+
+    `compute(wanted, *operands)` has a bool in `wanted` for each of the `count` results. It returns
+    those that are wanted, each a pytree of arrays. All arrays that it reads are `operands`. Where
+    JAX removes dead code, which `jax.checkpoint` does in the forward pass and in the recomputation,
+    `compute` is traced again for the results that are left.
+
+    Public JAX has no such function since `jax.experimental.custom_dce` was removed.
+    """
+    leaves, structure = jax.tree.flatten(operands)
+    types = [jax.typeof(leaf) for leaf in leaves]
+
+    def trace(wanted: tuple[bool, ...]) -> Any:
+        def run(*leaves):
+            return compute(wanted, *jax.tree.unflatten(structure, leaves))
+
+        return jax.make_jaxpr(run, return_shape=True)(*types)
+
+    wanted = (True,) * count
+    jaxpr, results = trace(wanted)
+    parts = tuple(len(jax.tree.leaves(result)) for result in results)
+    arrays = _if_used.bind(*leaves, jaxpr=jaxpr, wanted=wanted, parts=parts, trace=trace)
+    return jax.tree.unflatten(jax.tree.structure(results), arrays)
+
+
+def _run(*leaves, jaxpr, **_):
+    return jaxpr_as_fun(jaxpr)(*leaves)
+
+
+def _without_unused(used: list[bool], call: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
+    """JAX's rule for dead code: (which operands are read, the call without unused results)."""
+    leaves = iter(zip(call.outvars, used, strict=True))
+    results = [[next(leaves) for _ in range(part)] for part in call.params["parts"]]
+    kept = [any(use for _, use in result) for result in results]
+    if not any(kept):
+        return [False] * len(call.invars), None
+    every = [True] * len(call.invars)
+    if all(kept):
+        return every, call
+    still = iter(kept)
+    wanted = tuple(before and next(still) for before in call.params["wanted"])
+    results = [result for result, keep in zip(results, kept, strict=True) if keep]
+    jaxpr, _ = call.params["trace"](wanted)
+    parts = tuple(map(len, results))
+    params = call.params | {"jaxpr": jaxpr, "wanted": wanted, "parts": parts}
+    return every, call.replace(outvars=[v for r in results for v, _ in r], params=params)
+
+
+_if_used = Primitive("if_used")
+_if_used.multiple_results = True
+_if_used.def_impl(_run)
+_if_used.def_abstract_eval(lambda *_, jaxpr, **__: jaxpr.out_avals)
+mlir.register_lowering(_if_used, mlir.lower_fun(_run, multiple_results=True))
+partial_eval.dce_rules[_if_used] = _without_unused
 
 
 def _unused(x: jax.Array) -> list[jax.Array]:

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 from pathlib import Path
 
 import jax
@@ -47,6 +48,28 @@ def test_residuals_leave_out_arguments_and_restore_a_vjp():
     restored = jax_internals.restore_vjp(like, saved, [x, w])
     for gradient, exact in zip(restored(y), vjp(y), strict=True):
         np.testing.assert_array_equal(gradient, exact)
+
+
+def test_what_a_program_does_not_use_is_not_computed():
+    """The forward pass and the recomputation of a layer use one result each."""
+
+    def compute(parts, x):
+        return tuple(f(x) for f, part in zip((jnp.sin, jnp.cos), parts, strict=True) if part)
+
+    @jax.custom_vjp
+    def sine(x):
+        return forward(x)[0]
+
+    def forward(x):
+        return jax_internals.if_used(compute, 2, x)
+
+    sine.defvjp(forward, lambda cosine, dy: (cosine * dy,))
+    x = jnp.arange(3.0)
+    value = jax.jit(jax.value_and_grad(lambda x: jnp.sum(jax.checkpoint(sine)(x))))
+    for got, want in zip(value(x), (np.sin(x).sum(), np.cos(x)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+    computed = re.findall(r"wanted=\((.*?)\)", str(value.trace(x).jaxpr))
+    assert sorted(computed) == ["False, True", "True, False"]
 
 
 def test_jax_asks_for_the_compute_capability_by_the_name_that_is_replaced():

@@ -222,7 +222,7 @@ WIDTHS = {sizes.features: sizes for sizes in kernels.CANDIDATES}
 @pytest.mark.parametrize("shape", tiered([(3, 32, 96)], [(1, 128, 256), (3, 32, 96)]))
 def test_the_kernel_of_mxfp8_is_the_definition(shape, width):
     x = jnp.asarray(RNG.normal(size=shape), jnp.bfloat16)
-    both = kernels.mxfp8_both(x, sizes=WIDTHS[width])
+    both = kernels.quantize_mxfp8(x, sizes=WIDTHS[width])
     for got, axes in zip(both, ((), (1, 2)), strict=True):
         want = mxfp8(x.swapaxes(*axes) if axes else x, 2).packed()
         np.testing.assert_array_equal(got.values, want.values)
@@ -235,7 +235,7 @@ def test_the_kernel_of_mxfp8_is_the_definition(shape, width):
 def test_the_kernels_of_nvfp4_are_the_definition(width, seeds, turn):
     x = jnp.asarray(RNG.normal(size=(2, 128, 192)), jnp.bfloat16)
     seeds = None if seeds is None else jnp.asarray(seeds, jnp.uint32)
-    both = kernels.nvfp4_both(x, seeds, turn, sizes=WIDTHS[width])
+    both = kernels.quantize_nvfp4(x, seeds, turn, sizes=WIDTHS[width])
     transposed = (hadamard.transformed(x, 1) if turn else x).swapaxes(1, 2)
     for n, (got, exact) in enumerate(zip(both, (x, transposed), strict=True)):
         uniform = None if seeds is None else partial(draws.uniform, seeds[n])

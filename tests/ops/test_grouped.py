@@ -354,9 +354,9 @@ def test_kernels_of_block_scaled_products(dtype):
         for a, side in ((x, "first"), (y, "last")):
             rows = scaled.rows(side, groups)
             both.append(
-                kernels.mxfp8_both(a[None], rows)
+                kernels.quantize_mxfp8(a[None], rows)
                 if dtype == "mxfp8"
-                else kernels.nvfp4_both(a[None], None, False, rows)
+                else kernels.quantize_nvfp4(a[None], None, False, rows)
             )
             values, of_rows = (blocks.unpacked(of) for blocks in both[-1])
             operands = values, weights[side].unpacked(of), side, groups
@@ -393,9 +393,9 @@ def test_a_kernel_quantizes_rows_into_equal_groups(dtype):
     rows = kernels.Rows(groups.row, jnp.ones(groups.row.size // kernels.SPAN, jnp.int32), 1, 4)
     want = block_scaled.quantize_activation(x, precision, rows)
     if dtype == "mxfp8":
-        got = kernels.mxfp8_both(x, rows)
+        got = kernels.quantize_mxfp8(x, rows)
     else:
-        got = kernels.nvfp4_both(x, None, False, rows)
+        got = kernels.quantize_nvfp4(x, None, False, rows)
     assert want[1].values.shape[:2] == (4, D)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)

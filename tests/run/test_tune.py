@@ -85,7 +85,7 @@ def test_quantization_to_blocks_has_candidates(dtype):
     device = compile_only_devices(PLANNED["b200"], 1)
     with jax.set_mesh(mesh.make_mesh(run.mesh_shape, device)):
         found = kernel_timing.cases(run)
-    assert {name.partition(" ")[0] for name in found} == {f"quantized.kernels.{dtype}_both"}
+    assert {name.partition(" ")[0] for name in found} == {f"quantized.kernels.quantize_{dtype}"}
 
 
 def test_kernels_are_timed_with_rows_of_the_whole_activation():

@@ -81,6 +81,22 @@ def test_block_scaled_products_and_what_they_move(dtype):
         check_program(row.compiled, row.run)
 
 
+@pytest.mark.parametrize("dtype", tiered([], COPIES, slow=["mxfp8"]))
+def test_an_input_is_quantized_for_the_matmuls_that_follow(dtype):
+    """Two layers that are recomputed. The forward pass quantizes along features, and the
+    recomputation along tokens; for the outputs that it needs, which `down` has none of, along
+    features too. Gradients are quantized along both."""
+    settings = f"precision.dtype={dtype}", "execution.remat=full", "model.layers=2"
+    row = Compiled("llama31_8b_fp8", 8, *settings, "batch.global_batch=8", gpu=PLANNED["b200"])
+    results = Counter()
+    for i, _, runs in row.program.walk():
+        if i.opcode == "custom-call" and f"quantize_{dtype}" in i.attributes:
+            kind = "transpose(" in i.attributes, "rematted" in i.attributes
+            results[kind] += runs * len(i.arrays) // 2  # values and scales
+    forward, backward, recomputed = (False, False), (True, False), (True, True)
+    assert results == {forward: 2 * 4, recomputed: 2 * (4 + 3), backward: 2 * 4 * 2}
+
+
 def test_a_gpu_without_block_scaled_products_is_refused():
     row = Compiled("llama31_8b_fp8", 8, "precision.dtype=mxfp8", "model.layers=1",
                    "batch.global_batch=8")  # fmt: skip

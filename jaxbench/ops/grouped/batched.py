@@ -16,7 +16,7 @@ from jaxbench.ops.dense import contract
 from jaxbench.ops.grouped.groups import Groups, Scales, result_dtype, take
 from jaxbench.ops.quantized.block_formats import Blocks
 from jaxbench.ops.quantized.block_scaled import Matmuls, multiply, quantize_activation
-from jaxbench.ops.quantized.kernels import SPAN, Rows
+from jaxbench.ops.quantized.kernels import BOTH, SPAN, Rows
 from jaxbench.ops.quantized.operand import multiply as multiply_fp8
 from jaxbench.recipe.settings import Precision
 
@@ -51,7 +51,12 @@ class BlockMatmuls(Matmuls):
     groups: Groups
 
     def quantize(
-        self, x: Array, precision: Precision, side: str, draw: Array | None
+        self,
+        x: Array,
+        precision: Precision,
+        side: str,
+        draw: Array | None = None,
+        wanted: tuple[bool, bool] = BOTH,
     ) -> tuple[Blocks, ...]:
         groups, of = self.groups, None
         if side == "first":
@@ -59,7 +64,7 @@ class BlockMatmuls(Matmuls):
             of = Rows(groups.source, spans, groups.expected, groups.ends.size)
         else:
             x = _split(x[0], groups)
-        return quantize_activation(x, precision, of, draw)
+        return quantize_activation(x, precision, of, draw, wanted)
 
     def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
         y = _merged(multiply(rows, w))

@@ -25,7 +25,7 @@ from jaxbench.ops.kernel_sizes import tunable
 from jaxbench.ops.pallas_call import Inputs, Output, call, tile_at, whole
 from jaxbench.ops.quantized.block_formats import MXFP8, NVFP4, Blocks, as_bytes, dequantized
 from jaxbench.ops.quantized.block_scaled import Matmuls, quantize_activation
-from jaxbench.ops.quantized.kernels import SPAN, Rows, multiplied
+from jaxbench.ops.quantized.kernels import BOTH, SPAN, Rows, multiplied
 from jaxbench.recipe.settings import Precision
 
 
@@ -203,9 +203,14 @@ class Kernels(Matmuls):
     groups: Groups
 
     def quantize(
-        self, x: Array, precision: Precision, side: str, draw: Array | None
+        self,
+        x: Array,
+        precision: Precision,
+        side: str,
+        draw: Array | None = None,
+        wanted: tuple[bool, bool] = BOTH,
     ) -> tuple[Blocks, ...]:
-        return quantize_activation(x, precision, rows(side, self.groups), draw)
+        return quantize_activation(x, precision, rows(side, self.groups), draw, wanted)
 
     def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
         y = by_weight(rows, w, side, self.groups)

@@ -3,8 +3,8 @@
 Blocks run along the contraction, so each of the three matmuls needs its own operands, quantized
 from the tensors in high precision. The forward matmul takes the input and the weight. The input's
 gradient takes the output gradient and the weight. The weight's gradient takes the input and the
-output gradient, both along the tokens. The forward pass already makes the copy of the input for the
-weight's gradient and keeps it as its residual.
+output gradient, both along the tokens. A layer that is recomputed quantizes an
+input once in its forward pass, and again in the recomputation if the backward pass reads it.
 
 Here the tensors of a device are matrices, one for each expert: activations are `[E, T, I]` and `[E,
 T, U]`, tokens by features, and weights are `[E, D, O]`. E is 1 without experts. A matmul contracts
@@ -14,6 +14,7 @@ D or O.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from math import prod
 from typing import Any
 
@@ -23,6 +24,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, UInt32
 
 from jaxbench import mesh
+from jaxbench.jax_internals import if_used
 from jaxbench.ops import draws
 from jaxbench.ops.implementations import latency_hint
 from jaxbench.ops.quantized import hadamard, kernels
@@ -128,9 +130,11 @@ def quantize_activation(
     precision: Precision,
     of: kernels.Rows | None,
     draw: UInt32[Array, ""] | None = None,
+    wanted: tuple[bool, bool] = kernels.BOTH,
 ) -> tuple[Blocks, ...]:
     """Quantizes a device's part of an activation or of its gradient, or some of its rows. Returns
-    (`[E, T, F]` in blocks along features, `[E, F, T]` in blocks along tokens), both packed.
+    what is `wanted` of (`[E, T, F]` in blocks along features, `[E, F, T]` in blocks along tokens),
+    packed.
 
     In NVFP4 each of the two has one fp32 scale for this part. Gradients, which have a `draw`, are
     rounded stochastically. With `precision.hadamard` the operand of a weight's gradient is
@@ -141,21 +145,23 @@ def quantize_activation(
     seeds = None if draw is None else jnp.stack([draws.fold(draw, n) for n in range(2)])
     if mesh.platform() == "gpu" and kernels.takes(x, of):
         if precision.dtype == "mxfp8":
-            return kernels.mxfp8_both(x, of)
-        return kernels.nvfp4_both(x, seeds, precision.hadamard, of)
+            return kernels.quantize_mxfp8(x, of, wanted)
+        return kernels.quantize_nvfp4(x, seeds, precision.hadamard, of, wanted)
     if of and of.index is not None:
         x = jnp.take(x, of.index, axis=1, mode="fill", fill_value=0)
         x = x.reshape(of.experts, -1, x.shape[2])
-    if precision.dtype == "mxfp8":
-        return _packed(mxfp8(x, 2), mxfp8(x.swapaxes(1, 2), 2))
-    turned = hadamard.transformed(x, 1) if precision.hadamard else x
-    turned = turned.swapaxes(1, 2)
-    first, second = (None if seeds is None else partial(draws.uniform, seeds[n]) for n in range(2))
-    return _packed(nvfp4(x, (2,), amax_of(x), first), nvfp4(turned, (2,), amax_of(turned), second))
 
+    def quantized(matrix: Array, n: int) -> Blocks:
+        if precision.dtype == "mxfp8":
+            return mxfp8(matrix, 2)
+        uniform = None if seeds is None else partial(draws.uniform, seeds[n])
+        return nvfp4(matrix, (2,), amax_of(matrix), uniform)
 
-def _packed(*both: Blocks) -> tuple[Blocks, ...]:
-    return tuple(blocks.packed() for blocks in both)
+    turned = precision.dtype == "nvfp4" and precision.hadamard
+    matrices = x, (hadamard.transformed(x, 1) if turned else x).swapaxes(1, 2)
+    return tuple(
+        quantized(matrix, n).packed() for n, matrix in compress(enumerate(matrices), wanted)
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -166,10 +172,15 @@ class Matmuls:
     `ops.grouped.batched`)."""
 
     def quantize(
-        self, x: Array, precision: Precision, side: str, draw: Array | None
+        self,
+        x: Array,
+        precision: Precision,
+        side: str,
+        draw: Array | None = None,
+        wanted: tuple[bool, bool] = kernels.BOTH,
     ) -> tuple[Blocks, ...]:
         """`quantize_activation` of an activation that is multiplied by the copy `side`."""
-        return quantize_activation(x, precision, None, draw)
+        return quantize_activation(x, precision, None, draw, wanted)
 
     def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
         """Multiplies the first result of `quantize` by a gathered weight, which is the copy
@@ -198,11 +209,14 @@ def _forward(matmul, precision, x, weight, stored, seed, by):
     side, of = "first" if _sums_first(matmul) else "last", FORMATS[precision.dtype]
     copy, gather = _copy(stored, side, matmul, precision)
 
+    def quantize(wanted, matrix, by):
+        return by.quantize(matrix, precision, side, wanted=wanted)
+
     def local(x, copy, weight, by):
         with matmul.scope():
             w = gather(copy)
             matrix = _matrix(x, x_dims, w_dims)
-            rows, columns = by.quantize(matrix, precision, side, None)
+            rows, columns = if_used(quantize, 2, matrix, by)
             y = by.by_weight(rows.unpacked(of), w, side)
         sizes = dict(zip(x_dims + w_dims, x.shape + _shape(w, side, matmul, weight), strict=True))
         # A residual has no logical dimensions: it is one matrix on each device.

@@ -1,13 +1,14 @@
 """Pallas kernels for block-scaled formats.
 
-One kernel quantizes an activation for both of its matmuls and reads each element once. XLA would
-read it twice for each matmul: for the amax of a block and for the values. `multiplied` is the
-matmul of block-scaled tiles, for other kernels.
+One kernel quantizes an activation for both of its matmuls, or for one of them, and reads each
+element once. XLA would read it twice for each matmul: for the amax of a block and for the values.
+`multiplied` is the matmul of block-scaled tiles, for other kernels.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,12 @@ from jaxbench.ops.quantized.block_formats import (
     mxfp8_parts,
     nvfp4_parts,
 )
+
+BOTH = True, True
+"""Which results a quantization returns: (with blocks along features, with blocks along tokens)."""
+
+RESULTS = "rows", "columns"
+"""Their names in kernels. An array with their scales is `<name>_scales`."""
 
 SPAN = 64
 """The largest number of rows in the tile of a program."""
@@ -126,71 +133,77 @@ class _Tiles:
         block = None, self.f, self.t // divisor
         return Output(shape, dtype, pl.BlockSpec(block, lambda e, t, f: (e, f, t)))
 
-    def both(self, size: int, values: Any, scales: Any, packed: int = 1) -> dict[str, Output]:
-        """The four results of a quantization. `packed` is how many values share one element of an
+    def quantized(
+        self, wanted: tuple[bool, bool], size: int, values: Any, scales: Any, packed: int = 1
+    ) -> dict[str, Output]:
+        """The wanted results of a quantization. `packed` is how many values share one element of an
         array."""
-        return {
-            "rows": self.rows(packed, values), "row_scales": self.rows(size, scales),
-            "columns": self.columns(packed, values), "column_scales": self.columns(size, scales),
-        }  # fmt: skip
+        outputs: dict[str, Output] = {}
+        for name, of in compress((("rows", self.rows), ("columns", self.columns)), wanted):
+            outputs |= {name: of(packed, values), f"{name}_scales": of(size, scales)}
+        return outputs
 
 
 @tunable(lambda *_: CANDIDATES)
-def mxfp8_both(
+def quantize_mxfp8(
     x: Float[Array, "E T F"],
     rows: Rows | None = None,
+    wanted: tuple[bool, bool] = BOTH,
     *,
     sizes: Sizes,
-) -> tuple[Blocks, Blocks]:
+) -> tuple[Blocks, ...]:
     """Quantizes `x`, or `rows` of it, to MXFP8 with blocks along features, and its transpose `[E,
-    F, T]` with blocks along tokens. Both results are packed."""
+    F, T]` with blocks along tokens. Returns what is `wanted` of the two, packed."""
     tiles = _Tiles(x, rows, sizes)
-    outputs = tiles.both(MXFP8.size, MXFP8.values, jnp.uint8)
+    outputs = tiles.quantized(wanted, MXFP8.size, MXFP8.values, jnp.uint8)
     y = call(
         partial(_mxfp8, width=tiles.f), "quantize_mxfp8", tiles.grid, tiles.inputs, outputs,
         sizes.launch, touched=tiles.touched(outputs),
     )  # fmt: skip
-    return Blocks(as_bytes(y["rows"]), y["row_scales"]), Blocks(
-        as_bytes(y["columns"]), y["column_scales"]
+    return tuple(
+        Blocks(as_bytes(y[name]), y[f"{name}_scales"]) for name in compress(RESULTS, wanted)
     )
 
 
 @tunable(lambda *_: CANDIDATES)
-def nvfp4_both(
+def quantize_nvfp4(
     x: Float[Array, "E T F"],
     seeds: UInt32[Array, "2"] | None,
     turn: bool,
     rows: Rows | None = None,
+    wanted: tuple[bool, bool] = BOTH,
     *,
     sizes: Sizes,
-) -> tuple[Blocks, Blocks]:
-    """Quantizes `x` and its transpose to NVFP4, as `mxfp8_both` does to MXFP8. Each result has an
-    fp32 scale from its own amax. With `turn` the tokens go through the Hadamard transform before
+) -> tuple[Blocks, ...]:
+    """Quantizes `x` and its transpose to NVFP4, as `quantize_mxfp8` does to MXFP8. Each result has
+    an fp32 scale from its own amax. With `turn` the tokens go through the Hadamard transform before
     the transpose is quantized. With `seeds` both are rounded stochastically."""
     tiles, f32 = _Tiles(x, rows, sizes), jnp.float32
     square = pl.BlockSpec((hadamard.SIZE, hadamard.SIZE), lambda *_: (0, 0))
     two = pl.BlockSpec((2,), lambda *_: (0,))
-    inputs = tiles.inputs | ({"h": (hadamard.matrix(x.dtype), square)} if turn else {})
+    turned = turn and wanted[1]
+    inputs = tiles.inputs | ({"h": (hadamard.matrix(x.dtype), square)} if turned else {})
     one = pl.BlockSpec((1,), lambda e, t, f: ((e * tiles.grid[1] + t) * tiles.grid[2] + f,))
-    amax = {name: Output((prod(tiles.grid),), f32, one) for name in ("rows", "columns")}
+    amax = {name: Output((prod(tiles.grid),), f32, one) for name in compress(RESULTS, wanted)}
     found = call(
         partial(_amax, width=tiles.f), "amax_nvfp4", tiles.grid, inputs, amax, sizes.launch,
         touched=tiles.touched({}),
     )  # fmt: skip
-    encode = encode_of(jnp.stack([jnp.max(found["rows"]), jnp.max(found["columns"])]))
+    largest = [jnp.max(found[name]) if name in found else jnp.ones((), f32) for name in RESULTS]
+    encode = encode_of(jnp.stack(largest))
     inputs["encode"] = encode, two
     if seeds is not None:
         inputs["seeds"] = seeds, two
-    outputs = tiles.both(NVFP4.size, jnp.uint8, NVFP4.scales, packed=2)
+    outputs = tiles.quantized(wanted, NVFP4.size, jnp.uint8, NVFP4.scales, packed=2)
     y = call(
         partial(_nvfp4, width=tiles.f, tokens=tiles.tokens, features=tiles.features),
         "quantize_nvfp4",
         tiles.grid, inputs, outputs, sizes.launch,
         touched=tiles.touched(outputs),
     )  # fmt: skip
-    return (
-        Blocks(y["rows"], as_bytes(y["row_scales"]), 1 / encode[0]),
-        Blocks(y["columns"], as_bytes(y["column_scales"]), 1 / encode[1]),
+    return tuple(
+        Blocks(y[name], as_bytes(y[f"{name}_scales"]), 1 / encode[n])
+        for n, name in compress(enumerate(RESULTS), wanted)
     )
 
 
@@ -209,17 +222,21 @@ def _mxfp8(r: SimpleNamespace, *, width: int) -> None:
 
     def body() -> None:
         x = _x(r, first, width)
-        r.rows[...], r.row_scales[...] = mxfp8_parts(x, 1)
-        values, scales = mxfp8_parts(x, 0)
-        r.columns[...], r.column_scales[...] = values.T, scales.T
+        if hasattr(r, "rows"):
+            r.rows[...], r.rows_scales[...] = mxfp8_parts(x, 1)
+        if hasattr(r, "columns"):
+            values, scales = mxfp8_parts(x, 0)
+            r.columns[...], r.columns_scales[...] = values.T, scales.T
 
     _where_filled(r, body)
 
 
 def _amax(r: SimpleNamespace, *, width: int) -> None:
     x = _x(r, pl.program_id(2) * width, width)
-    r.rows[...] = jnp.max(jnp.abs(x)).astype(jnp.float32).reshape(1)
-    r.columns[...] = jnp.max(jnp.abs(_turned(r, x))).astype(jnp.float32).reshape(1)
+    if hasattr(r, "rows"):
+        r.rows[...] = jnp.max(jnp.abs(x)).astype(jnp.float32).reshape(1)
+    if hasattr(r, "columns"):
+        r.columns[...] = jnp.max(jnp.abs(_turned(r, x))).astype(jnp.float32).reshape(1)
 
 
 def _nvfp4(r: SimpleNamespace, *, width: int, tokens: int, features: int) -> None:
@@ -241,11 +258,12 @@ def _nvfp4(r: SimpleNamespace, *, width: int, tokens: int, features: int) -> Non
     def body() -> None:
         x = _x(r, first_f, width)
         t = first_t * x.shape[0]
-        r.rows[...], r.row_scales[...] = quantized(x, 0, e * tokens + t, features, first_f)
-        turned = _turned(r, x)
-        r.columns[...], r.column_scales[...] = quantized(
-            turned, 1, e * features + first_f, tokens, t
-        )
+        if hasattr(r, "rows"):
+            r.rows[...], r.rows_scales[...] = quantized(x, 0, e * tokens + t, features, first_f)
+        if hasattr(r, "columns"):
+            r.columns[...], r.columns_scales[...] = quantized(
+                _turned(r, x), 1, e * features + first_f, tokens, t
+            )
 
     _where_filled(r, body)
 

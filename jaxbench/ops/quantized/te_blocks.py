@@ -22,6 +22,7 @@ from jaxbench.ops.quantized.block_formats import (
     as_bytes,
 )
 from jaxbench.ops.quantized.block_scaled import Matmuls, check, operand
+from jaxbench.ops.quantized.kernels import BOTH
 from jaxbench.recipe.checks import require
 from jaxbench.recipe.settings import Precision
 
@@ -63,7 +64,8 @@ class TeMatmuls(Matmuls):
         x: Float[Array, "1 T F"],
         precision: Precision,
         side: str,
-        draw: UInt32[Array, ""] | None,
+        draw: UInt32[Array, ""] | None = None,
+        wanted: tuple[bool, bool] = BOTH,
     ) -> tuple[Blocks, ...]:
         """In MXFP8 the copy along tokens is `[1, T, F]` too."""
         tokens, features = x.shape[1:]
@@ -82,14 +84,21 @@ class TeMatmuls(Matmuls):
                 options["stochastic_rounding_rng_state"] = draws.fold(draw, jnp.arange(4))[None]
         from transformer_engine.jax import quantize
 
+        layouts = {
+            BOTH: quantize.QuantizeLayout.ROWWISE_COLWISE,
+            (True, False): quantize.QuantizeLayout.ROWWISE,
+            (False, True): quantize.QuantizeLayout.COLWISE,
+        }
         quantizer = quantize.QuantizerFactory.create(
             scaling_mode=te.mode(precision.dtype),
             q_dtype=FORMATS[precision.dtype].values,
-            q_layout=quantize.QuantizeLayout.ROWWISE_COLWISE,
+            q_layout=layouts[wanted],
             **options,
         )
-        both = te.quantize_by(quantizer, x[0])
-        return _packed(both.rowwise_tensor), _packed(both.colwise_tensor)
+        results = te.quantize_by(quantizer, x[0])
+        if wanted != BOTH:
+            return (_packed(results),)
+        return _packed(results.rowwise_tensor), _packed(results.colwise_tensor)
 
     def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
         if w.values.dtype == NVFP4.values:
