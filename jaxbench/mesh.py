@@ -66,6 +66,8 @@ WEIGHT = {
     "part": None,
     "head_dim": None,
     "inner": None,
+    "whole_experts": (*EXPERTS, *EXPERT_AT_REST),
+    "whole_expert_embed": None,
     "experts": EXPERTS,
     "expert_embed": EXPERT_AT_REST,
     "expert_ffn": None,
@@ -74,9 +76,9 @@ WEIGHT = {
     "latent": None,
     "from_latent": EXPERT_AT_REST,
 }
-"""Weights of matmuls. A gather along their first dimension, which is `embed` or the narrow
-`from_latent`, needs no transposed copy. The other dimensions of an expert's weights follow
-`experts`, and are sharded over the remaining axes."""
+"""Weights of matmuls. A gather along their first dimension needs no transposed copy. That is
+`embed`, the narrow `from_latent`, or `whole_experts` if every rank holds whole experts at rest
+(`expert_dims`). If there are too many ranks for that, each holds slices of its `experts`."""
 
 TABLE_EMBED = ("fsdp", "expert", PIPELINE, CONTEXT, TENSOR)
 TABLE = {"vocab": None, "position": None, "embed": TABLE_EMBED}
@@ -137,6 +139,15 @@ def _spec(entries: Iterable, **marks: set[str]) -> PartitionSpec:
 
 def _as_axes(entry: str | Collection[str] | None) -> Collection[str]:
     return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def expert_dims(count: int) -> str:
+    """The logical dimensions of the weights of `count` experts and of their rows. A pipeline, which
+    gathers its weights once per step, only knows slices."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    ranks = math.prod(sizes.get(axis, 1) for axis in (*EXPERTS, *EXPERT_AT_REST))
+    whole = count % ranks == 0 and not used(PIPELINE)
+    return "whole_experts whole_expert_embed" if whole else "experts expert_embed"
 
 
 def manual() -> bool:
@@ -293,9 +304,12 @@ Gathered = list[tuple[int, tuple[str, ...]]]
 
 def gathered_dims(w: Any, experts: int | None = None) -> Gathered:
     """The dimensions over which a weight at rest, or its type, is gathered for use. The dimension
-    of index `experts` is not gathered, since each rank uses its local experts."""
-    split = [tuple(axis for axis in _as_axes(entry) if axis in AT_REST) for entry in partition(w)]
-    return [(dim, axes) for dim, axes in enumerate(split) if axes and dim != experts]
+    of index `experts` stays split over `EXPERTS`, since each rank uses its local experts."""
+    split = []
+    for dim, entry in enumerate(partition(w)):
+        gathered = EXPERT_AT_REST if dim == experts else AT_REST
+        split.append((dim, tuple(axis for axis in _as_axes(entry) if axis in gathered)))
+    return [(dim, axes) for dim, axes in split if axes]
 
 
 MOVABLE = {"is_pipelineable": "true"}
@@ -334,9 +348,9 @@ def as_head(table: jax.Array) -> jax.Array:
 
 def gather_weight(w: jax.Array, experts: int | None = None) -> jax.Array:
     """All-gathers a weight at rest for use; the transpose reduce-scatters its gradient. The
-    dimension of index `experts` stays split."""
+    dimension of index `experts` stays split over `EXPERTS`."""
     kept = [
-        _as_axes(entry) if dim == experts else [axis for axis in _as_axes(entry) if axis == TENSOR]
+        [axis for axis in _as_axes(entry) if axis in (EXPERTS if dim == experts else (TENSOR,))]
         for dim, entry in enumerate(partition(w))
     ]
     whole = _spec(kept, reduced=set(AXES).difference(*kept))

@@ -66,9 +66,10 @@ class Experts(nnx.Module):
         zeros = jnp.zeros(mixer.count, out_sharding=mesh.spec("router", mesh.WEIGHT))
         self.bias = None if mixer.bias_rate is None else LoadBias(zeros)
         width = mixer.latent or cfg.embed
-        dims, shape = "experts expert_embed expert_ffn", (mixer.count, width, mixer.ffn)
+        rows = mesh.expert_dims(mixer.count)
+        dims, shape = f"{rows} expert_ffn", (mixer.count, width, mixer.ffn)
         if self.gated:
-            parts, inner = "experts expert_embed part expert_ffn", (*shape[:2], 2, mixer.ffn)
+            parts, inner = f"{rows} part expert_ffn", (*shape[:2], 2, mixer.ffn)
             gate_up = normal(k_up, cfg, parts, inner, fan_in=width, truncated=True)
             self.gate_up = Weight(gate_up, quantized=True, experts=True)
         else:
