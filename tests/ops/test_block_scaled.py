@@ -218,11 +218,21 @@ WIDTHS = {sizes.features: sizes for sizes in kernels.CANDIDATES}
 `Launch`."""
 
 
+def assert_parts_alone_are_the_same(quantize, both):
+    """A kernel that quantizes along one dimension gives what it gives along both."""
+    for wanted, part in zip(((True, False), (False, True)), both, strict=True):
+        (alone,) = quantize(wanted)
+        for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(part), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("width", tiered([128], WIDTHS))
 @pytest.mark.parametrize("shape", tiered([(3, 32, 96)], [(1, 128, 256), (3, 32, 96)]))
 def test_the_kernel_of_mxfp8_is_the_definition(shape, width):
     x = jnp.asarray(RNG.normal(size=shape), jnp.bfloat16)
-    both = kernels.quantize_mxfp8(x, sizes=WIDTHS[width])
+    quantize = partial(kernels.quantize_mxfp8, x, None, sizes=WIDTHS[width])
+    both = quantize(kernels.BOTH)
+    assert_parts_alone_are_the_same(quantize, both)
     for got, axes in zip(both, ((), (1, 2)), strict=True):
         want = mxfp8(x.swapaxes(*axes) if axes else x, 2).packed()
         np.testing.assert_array_equal(got.values, want.values)
@@ -235,7 +245,9 @@ def test_the_kernel_of_mxfp8_is_the_definition(shape, width):
 def test_the_kernels_of_nvfp4_are_the_definition(width, seeds, turn):
     x = jnp.asarray(RNG.normal(size=(2, 128, 192)), jnp.bfloat16)
     seeds = None if seeds is None else jnp.asarray(seeds, jnp.uint32)
-    both = kernels.quantize_nvfp4(x, seeds, turn, sizes=WIDTHS[width])
+    quantize = partial(kernels.quantize_nvfp4, x, seeds, turn, None, sizes=WIDTHS[width])
+    both = quantize(kernels.BOTH)
+    assert_parts_alone_are_the_same(quantize, both)
     transposed = (hadamard.transformed(x, 1) if turn else x).swapaxes(1, 2)
     for n, (got, exact) in enumerate(zip(both, (x, transposed), strict=True)):
         uniform = None if seeds is None else partial(draws.uniform, seeds[n])

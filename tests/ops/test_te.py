@@ -135,6 +135,10 @@ def test_it_quantizes_as_ours(dtype, hadamard):
     with on("one device"):
         its = te_blocks.TeMatmuls().quantize(x, precision, "first", None)
         ours = quantize_activation(x, precision, None)
+        for wanted, both in zip(((True, False), (False, True)), its, strict=True):
+            (alone,) = te_blocks.TeMatmuls().quantize(x, precision, "first", wanted=wanted)
+            for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(both), strict=True):
+                np.testing.assert_array_equal(a, b)
     if dtype == "mxfp8":
         ours = ours[0], ours[1].map(lambda part: part.swapaxes(1, 2))
     for got, want in zip(its, ours, strict=True):
