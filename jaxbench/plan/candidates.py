@@ -17,7 +17,7 @@ from typing import Any
 from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Gpu
 from jaxbench.recipe import flops
-from jaxbench.recipe.activations import BF16, Activation, activations
+from jaxbench.recipe.activations import BF16, Activation, activations, offloaded_features
 from jaxbench.recipe.model import ModelConfig, repeating_blocks
 from jaxbench.recipe.settings import (
     AXES,
@@ -254,12 +254,11 @@ def policy_of(run: Run) -> Policy:
 def _policy(cfg: ModelConfig, length: int, remat: str, offload: str) -> Policy:
     execution = Execution(remat=remat, offload=offload)
     saved, offloaded = execution.saved(cfg.layers), execution.offloaded(cfg.layers)
-    device = host = flops_kept = 0.0
+    device = flops_kept = 0.0
     for name, activation in activations(cfg, length).items():
         here = 1.0 if saved is None else saved.get(name, 0) / cfg.layers
         there = max(0.0, offloaded.get(name, 0) / cfg.layers - here)
         device += here * activation.features
-        host += there * activation.features
         flops_kept += (here + there) * activation.flops
     # The input of a layer is always saved, on the device unless it is offloaded.
     inputs = offloaded.get(INPUT, 0)
@@ -268,7 +267,7 @@ def _policy(cfg: ModelConfig, length: int, remat: str, offload: str) -> Policy:
         remat,
         offload,
         device + (cfg.layers - inputs) * cfg.embed,
-        host + inputs * cfg.embed,
+        offloaded_features(cfg, length, execution),
         flops_kept * length / total + UNROLLED * (saved is None),
     )
 

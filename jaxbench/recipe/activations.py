@@ -13,7 +13,7 @@ from jaxbench.recipe.mixers import (
     MambaConfig,
 )
 from jaxbench.recipe.model import ModelConfig, repeating_blocks
-from jaxbench.recipe.settings import INPUT, SAVEABLE, Run
+from jaxbench.recipe.settings import INPUT, SAVEABLE, Execution, Run
 
 BF16 = 2
 """Bytes of a bf16 number."""
@@ -77,25 +77,29 @@ def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
     return {name: result[name] for name in SAVEABLE if name in result}
 
 
-def host_bytes(run: Run) -> float:
-    """Bytes of host memory for the offloaded activations of one device during a step, before the
-    step is compiled. The input of a layer counts in each layer, even if a block has several layers.
+def offloaded_features(cfg: ModelConfig, length: int, execution: Execution) -> float:
+    """The features per token that all layers together keep in host memory. The input of a layer
+    counts in each layer, even if a block has several layers.
 
     A block that does not repeat keeps its activations on the device, and so needs no host memory.
     The last block of a stack keeps them there too, but its place in host memory is allocated.
-    Microbatches share the memory.
     """
-    cfg, p, execution = run.model, run.parallelism, run.execution
-    features = {n: a.features for n, a in activations(cfg, run.batch.sequence_length).items()}
+    features = {name: a.features for name, a in activations(cfg, length).items()}
     features[INPUT] = cfg.layers * cfg.embed
     kept = execution.saved(cfg.layers) or {}
     layers = {
         name: max(0, count - kept.get(name, 0))
         for name, count in execution.offloaded(cfg.layers).items()
     }
-    tokens = run.microbatch * run.batch.sequence_length / p.context / p.tensor
-    per_token = sum(features.get(name, 0) * count for name, count in layers.items()) / cfg.layers
+    total = sum(features.get(name, 0) * count for name, count in layers.items()) / cfg.layers
     patterns = repeating_blocks(cfg)
     repeated = sum(len(pattern) * times for pattern, times in patterns if times > 1)
-    share = repeated / sum(len(pattern) * times for pattern, times in patterns)
-    return BF16 * tokens * per_token * share
+    return total * repeated / sum(len(pattern) * times for pattern, times in patterns)
+
+
+def host_bytes(run: Run) -> float:
+    """Bytes of host memory for the offloaded activations of one device during a step, before the
+    step is compiled. Microbatches share the memory."""
+    p, length = run.parallelism, run.batch.sequence_length
+    tokens = run.microbatch * length / p.context / p.tensor
+    return BF16 * tokens * offloaded_features(run.model, length, run.execution)
