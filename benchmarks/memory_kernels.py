@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jaxbench.base.hardware import PLANNED, Gpu
 from jaxbench.forecast import tables
-from jaxbench.forecast.forecast import expected_schedule
+from jaxbench.forecast.costs import Measured
 from jaxbench.plan import compare_profile
 from jaxbench.xla import custom_calls
 from jaxbench.xla.hlo import Program
@@ -55,7 +55,7 @@ def kernels(row: Path, gpu: Gpu) -> Iterator[tuple[str, int, float]]:
     """Kind, bytes and microseconds of each kernel of a step that only moves bytes."""
     program = gzip.decompress((row / "program.hlo.gz").read_bytes()).decode()
     walk = Walk(Program.parse(program, custom_calls.RULES, strict=False))
-    schedule = expected_schedule(walk, gpu, tables.load(gpu.name.lower()))
+    schedule = walk.under(Measured(gpu, tables.load(gpu.name.lower())))
     expected = compare_profile.by_instruction(schedule)
     lines = gzip.decompress((row / "kernels.csv.gz").read_bytes()).decode().splitlines()
     for line in csv.DictReader(lines):

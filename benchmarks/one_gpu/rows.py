@@ -14,7 +14,7 @@ import jax
 
 from jaxbench import mesh
 from jaxbench.forecast import tables
-from jaxbench.forecast.forecast import expected_schedule
+from jaxbench.forecast.costs import Measured
 from jaxbench.plan import compare_profile
 from jaxbench.plan.absent import compile_only_devices
 from jaxbench.plan.compare_profile import Expected
@@ -130,7 +130,7 @@ def explained(ctx: Context, recipe: str, program: tuple[Any, float]) -> Finding:
     walk = Walk(Program.parse(text, custom_calls.RULES, strict=False))
     launched = compare_profile.read_profile(trace)
     kernels = tables.load(ctx.gpu.name.lower())
-    expected = compare_profile.by_instruction(expected_schedule(walk, ctx.gpu, kernels))
+    expected = compare_profile.by_instruction(walk.under(Measured(ctx.gpu, kernels)))
     axes = partial(axes_of, mesh_shape=run.mesh_shape)
     found = compare_profile.compare(launched, walk, ctx.gpu, kernels, axes)
     profiled = {
@@ -198,7 +198,7 @@ def compiles(ctx: Context) -> Iterator[Finding]:
         with jax.set_mesh(on):
             program, _, took = compile_program(run)
         walk, kernels = Walk(parse_program(program, run)), tables.load(ctx.gpu.name.lower())
-        schedule = expected_schedule(walk, ctx.gpu, kernels)
+        schedule = walk.under(Measured(ctx.gpu, kernels))
         parts = ", ".join(f"{name} {1e3 * s:.1f} ms" for name, s in schedule.parts.items())
         peak = Memory.of(program, ctx.gpu).peak / 2**30
         figure = f"forecast {1e3 * schedule.step_s:.1f} ms, {peak:.1f} GiB"

@@ -12,7 +12,6 @@ from jaxbench.forecast.tables import FORMATS, Tables, within
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Work, display_name
 from jaxbench.xla.schedule import Walk
-from jaxbench.xla.timeline import Schedule
 
 SHOWN = 3
 
@@ -92,11 +91,6 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
             for name, s in assumed.items()
         ],
     )
-
-
-def expected_schedule(walk: Walk, gpu: Gpu, tables: Tables) -> Schedule:
-    """The schedule with the seconds that a forecast expects."""
-    return walk.under(Measured(gpu, tables))
 
 
 @dataclass

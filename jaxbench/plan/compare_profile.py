@@ -17,7 +17,7 @@ from jaxbench.base.files import write_json
 from jaxbench.base.hardware import NULL, Gpu, identify, is_null, placed
 from jaxbench.base.untrusted import read_json
 from jaxbench.forecast import tables
-from jaxbench.forecast.forecast import expected_schedule
+from jaxbench.forecast.costs import Measured
 from jaxbench.forecast.tables import Tables
 from jaxbench.jax_internals import profile_events, profiled_instruction
 from jaxbench.plan.compiled_step import axes_of
@@ -151,7 +151,7 @@ def compare(
 ) -> Compared:
     """Compares a profile with the forecast of its program. `axes` names what a collective crosses.
     Raises RecipeError if the profile is not of this program."""
-    schedule = expected_schedule(walk, gpu, times)
+    schedule = walk.under(Measured(gpu, times))
     expected = by_instruction(schedule)
     steps = _steps(profile, expected)
     measured = {

@@ -9,7 +9,7 @@ from made_plans import LOOPS
 from mistakes import assert_mistake
 
 from jaxbench.base.hardware import H100
-from jaxbench.forecast.forecast import expected_schedule
+from jaxbench.forecast.costs import Measured
 from jaxbench.forecast.tables import load
 from jaxbench.plan import command, compare_profile
 from jaxbench.recipe.settings import AXES
@@ -41,7 +41,7 @@ def made(folder, steps=2, slower=None, gap_s=0.0):
     """Writes a profile in which a step is as forecast; a kernel may take longer, and before each
     step there may be nothing. Returns the forecast step."""
     walk = Walk(Program.parse(LOOPS))
-    schedule = expected_schedule(walk, H100, load("h100"))
+    schedule = walk.under(Measured(H100, load("h100")))
     lines: dict[str, list[str]] = {}
     longer, (slow, extra) = 0.0, slower or ("", 0.0)
     for step in range(steps):
