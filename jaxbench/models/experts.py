@@ -17,7 +17,7 @@ from jaxbench.models.layers import (
     zero_bias,
 )
 from jaxbench.models.mlp import make_mlp
-from jaxbench.ops import dense, gating, grouped, quantized
+from jaxbench.ops import dense, fp32_dot, gating, grouped, quantized
 from jaxbench.ops.moe import routing
 from jaxbench.ops.moe.dispatch import combine, dispatch, join_batch, split_batch
 from jaxbench.ops.remat import ALWAYS, save
@@ -89,14 +89,12 @@ class Experts(nnx.Module):
     def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
         """The sum over the chosen experts and the shared one, `"batch shard_seq embed"` in and
         out."""
-        dtype = jnp.float32 if self.cfg.router_dtype == "fp32" else x.dtype
-        logits = jnp.einsum(
-            "BSD,DE->BSE",
-            x.astype(dtype),
-            self.router[...].astype(dtype),
-            precision=jax.lax.Precision.HIGHEST,
-            out_sharding=mesh.spec("batch shard_seq assignment", mesh.ACTIVATION),
-        )
+        spec = mesh.spec("batch shard_seq assignment", mesh.ACTIVATION)
+        router = self.router[...]
+        if self.cfg.router_dtype == "fp32":
+            logits = fp32_dot.dot(x, router, spec)
+        else:
+            logits = jnp.einsum("BSD,DE->BSE", x, router.astype(x.dtype), out_sharding=spec)
         if self.biases is not None:
             logits = dense.biased(logits, self.biases.router[...])
         logits = logits.astype(jnp.float32)
