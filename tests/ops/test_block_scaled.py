@@ -264,6 +264,8 @@ WIDE = (
 )  # fmt: skip
 """Sizes that blocks divide on every mesh."""
 
+SLICED = "model.experts={count: 12, top_k: 4}"
+"""Eight ranks do not divide these experts, so each holds slices of them at rest."""
 
 RUNS = {
     "fsdp 2 x context 2 x tensor 2": (
@@ -281,12 +283,14 @@ RUNS = {
         "parallelism.fsdp=2", "parallelism.tensor=2", "execution.replica_sums=layer",
     ),
     # 16 rows of a weight on a rank: copies with blocks along rows are made where it is gathered.
-    "all experts on each rank, fsdp 8 in half blocks": ("parallelism.fsdp=8", "model.embed=128"),
+    "all experts on each rank, fsdp 8 in half blocks": (
+        "parallelism.fsdp=8", "model.embed=128", SLICED,
+    ),
     "experts on two ranks, fsdp 4 in half blocks": (
-        "parallelism.fsdp=4", "parallelism.expert=2", "model.embed=64",
+        "parallelism.fsdp=4", "parallelism.expert=2", "model.embed=64", SLICED,
     ),
     "all experts on each rank, fsdp 8 in half square blocks": (
-        "parallelism.fsdp=8", "model.embed=64",
+        "parallelism.fsdp=8", "model.embed=64", SLICED,
     ),
 }  # fmt: skip
 

@@ -52,6 +52,11 @@ MODELS = {
     ),
     # One batched matmul for all experts, without a limit that these few tokens reach.
     "gpt_oss, slots of experts": ("gpt_oss_120b_bf16", "model.experts.slots=own"),
+    # Eight ranks do not divide them, so each holds slices of experts at rest.
+    "qwen3, twelve experts": (
+        "qwen3_30b_a3b_bf16",
+        "model.experts={count: 12, top_k: 4, rank_capacity_factor: 8}",
+    ),
     # Tied: gradients of the table come from both of its uses.
     "grok1, tied": ("grok1_314b_bf16", "model.tied=true"),
 }
@@ -98,6 +103,7 @@ CASES = [
     # All experts on every rank, their weights gathered.
     *(("qwen3", mesh, None) for mesh in ("fsdp 8", DENSE)),
     ("deepseek3", "fsdp 8", None),
+    *(("qwen3, twelve experts", mesh, None) for mesh in ("fsdp 8", EXPERTS)),
     ("gpt_oss", None, REMAT[2]),
     # Four ranks of experts with each other axis; with stages in `test_pipeline`.
     *zip(("qwen3", "nemotron3", "deepseek3", "gpt_oss"), FOUR, [None] * 4, strict=True),
@@ -111,7 +117,7 @@ QUICK = [("llama", DENSE, None), ("llama", MIXED, None)]
 SLOW = [
     ("llama", None, REMAT[2]), ("llama", MIXED, "none"), ("llama", "context 4 x tensor 2", None),
     ("gpt3", MIXED, None), ("nemotronh", "tensor 4 x data 2", None),
-    ("deepseek3", CONTEXT, None),
+    ("deepseek3", CONTEXT, None), ("qwen3, twelve experts", EXPERTS, None),
     ("grok1, dropless", "data 2 x fsdp 2 x expert 2", None),
     ("gpt_oss, slots of experts", CONTEXT, None),
 ]  # fmt: skip
