@@ -229,7 +229,8 @@ def if_used(compute: Callable[..., tuple], count: int, *operands: Any) -> tuple:
     `compute(wanted, *operands)` has a bool in `wanted` for each of the `count` results. It returns
     those that are wanted, each a pytree of arrays. All arrays that it reads are `operands`. Where
     JAX removes dead code, which `jax.checkpoint` does in the forward pass and in the recomputation,
-    `compute` is traced again for the results that are left.
+    `compute` is traced again for the results that are left. It cannot be differentiated or batched,
+    so it belongs into a rule of a `jax.custom_vjp`.
 
     Public JAX has no such function since `jax.experimental.custom_dce` was removed.
     """
@@ -240,7 +241,9 @@ def if_used(compute: Callable[..., tuple], count: int, *operands: Any) -> tuple:
         def run(*leaves):
             return compute(wanted, *jax.tree.unflatten(structure, leaves))
 
-        return jax.make_jaxpr(run, return_shape=True)(*types)
+        jaxpr, results = jax.make_jaxpr(run, return_shape=True)(*types)
+        assert not any(isinstance(array, jax.core.Tracer) for array in jaxpr.consts)
+        return jaxpr, results
 
     wanted = (True,) * count
     jaxpr, results = trace(wanted)

@@ -53,7 +53,8 @@ EXPERTS = ("expert", TENSOR)
 every token is sent once, and no matmul is split."""
 
 EXPERT_AT_REST = ("fsdp", CONTEXT, PIPELINE)
-"""Axes of `AT_REST` that are not in `EXPERTS`, for the weights of one expert."""
+"""Axes of `AT_REST` that are not in `EXPERTS`. They split experts at rest, or the weights of each
+expert."""
 
 WEIGHT = {
     "embed": AT_REST,
@@ -76,9 +77,9 @@ WEIGHT = {
     "latent": None,
     "from_latent": EXPERT_AT_REST,
 }
-"""Weights of matmuls. A gather along their first dimension needs no transposed copy. That is
-`embed`, the narrow `from_latent`, or `whole_experts` if every rank holds whole experts at rest
-(`expert_dims`). If there are too many ranks for that, each holds slices of its `experts`."""
+"""Weights of matmuls. A gather along their first dimension needs no transposed copy. This dimension
+is `embed`, the narrow `from_latent`, or `whole_experts` if every rank holds whole experts at rest.
+Otherwise ranks hold slices of their `experts` (`expert_dims`)."""
 
 TABLE_EMBED = ("fsdp", "expert", PIPELINE, CONTEXT, TENSOR)
 TABLE = {"vocab": None, "position": None, "embed": TABLE_EMBED}
@@ -142,10 +143,11 @@ def _as_axes(entry: str | Collection[str] | None) -> Collection[str]:
 
 
 def expert_dims(count: int) -> str:
-    """The logical dimensions of the weights of `count` experts and of their rows. A pipeline, which
-    gathers its weights once per step, only knows slices."""
+    """The first two logical dimensions, experts and embed, of the weights of `count` experts. They
+    are whole at rest if the ranks divide them, except in a pipeline, which gathers its weights once
+    per step and expects slices."""
     sizes = jax.sharding.get_abstract_mesh().shape
-    ranks = math.prod(sizes.get(axis, 1) for axis in (*EXPERTS, *EXPERT_AT_REST))
+    ranks = math.prod(sizes[axis] for axis in (*EXPERTS, *EXPERT_AT_REST))
     whole = count % ranks == 0 and not used(PIPELINE)
     return "whole_experts whole_expert_embed" if whole else "experts expert_embed"
 

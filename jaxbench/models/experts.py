@@ -66,10 +66,10 @@ class Experts(nnx.Module):
         zeros = jnp.zeros(mixer.count, out_sharding=mesh.spec("router", mesh.WEIGHT))
         self.bias = None if mixer.bias_rate is None else LoadBias(zeros)
         width = mixer.latent or cfg.embed
-        rows = mesh.expert_dims(mixer.count)
-        dims, shape = f"{rows} expert_ffn", (mixer.count, width, mixer.ffn)
+        first = mesh.expert_dims(mixer.count)
+        dims, shape = f"{first} expert_ffn", (mixer.count, width, mixer.ffn)
         if self.gated:
-            parts, inner = f"{rows} part expert_ffn", (*shape[:2], 2, mixer.ffn)
+            parts, inner = f"{first} part expert_ffn", (*shape[:2], 2, mixer.ffn)
             gate_up = normal(k_up, cfg, parts, inner, fan_in=width, truncated=True)
             self.gate_up = Weight(gate_up, quantized=True, experts=True)
         else:
@@ -91,7 +91,7 @@ class Experts(nnx.Module):
         out."""
         spec = mesh.spec("batch shard_seq assignment", mesh.ACTIVATION)
         router = self.router[...]
-        if self.cfg.router_dtype == "fp32":
+        if self.cfg.router_dtype == "fp32" or x.dtype == jnp.float32:
             logits = fp32_dot.dot(x, router, spec)
         else:
             logits = jnp.einsum("BSD,DE->BSE", x, router.astype(x.dtype), out_sharding=spec)

@@ -2,8 +2,8 @@
 the head.
 
 Dimension letters as in `ops`. s is `shard_seq` (`mesh`): the global length S outside a `shard_map`,
-and a device's part of it inside. The first dimension of a matmul's weight, or the first one after
-the experts, is the one that is gathered for use, usually `embed`.
+and a device's part of it inside. The first dimension of a matmul's weight, usually `embed`, is the
+one that is gathered for use. For experts see `mesh.expert_dims`.
 """
 
 import math

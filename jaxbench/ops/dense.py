@@ -43,7 +43,8 @@ def einsum_dims(equation: str) -> tuple[str, str, str]:
 
 
 def experts_dim(equation: str) -> int | None:
-    """Index of the weight's dimension of experts, which is not gathered; None without experts."""
+    """Index of the weight's dimension of experts, which stays split over `mesh.EXPERTS`; None
+    without experts."""
     _, w, _ = einsum_dims(equation)
     return w.index("E") if "E" in w else None
 

@@ -1,10 +1,12 @@
 """A matmul in fp32 on tensor cores that multiply bf16.
 
 An fp32 number is the sum of three bf16 numbers, since each holds 8 of its 24 bits. Products of bf16
-numbers are exact in fp32. A matmul of the parts therefore computes what an fp32 matmul computes, at
-a third of the rate of bf16; GPUs multiply fp32 numbers at about a twentieth of that rate (Henry et
-al. 2019, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
-Computations").
+numbers are exact in fp32. A matmul of the parts is therefore as exact as one in fp32. It runs at a
+third of the rate of bf16, and GPUs multiply fp32 numbers at about a twentieth (Henry et al. 2019,
+"Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations"). The
+gradient of the activation is rounded to bf16, so two parts of each operand are enough there.
+
+That holds for numbers from about 1e-33 to 3.39e38. An infinite operand gives NaN.
 """
 
 from functools import partial
@@ -40,7 +42,7 @@ def _backward(
         exact = jax.lax.Precision.HIGHEST
         dx = contract("BSE,DE->BSD", dy, w, precision=exact, out_sharding=of_x)
         return dx, contract("BSD,BSE->DE", x, dy, precision=exact, out_sharding=of_w)
-    # dx is rounded to bf16, so two parts of each are enough: (a + b) (c + d) without b d.
+    # (a + b) (c + d) without b d, which is below the rounding of dx
     a, b, rest = _parts(dy, 3)
     c, d = _parts(w, 2)
     left, right = jnp.stack([a, b, a], 2), jnp.stack([c, c, d], 1)
@@ -57,7 +59,7 @@ def _parts(x: Float32[Array, "*dims"], count: int) -> list[Array]:
     """The bf16 numbers that add up to `x`, the largest first. Three of them are all of it."""
     parts = []
     for _ in range(count):
-        # A cast to bf16 and back is one that XLA may leave out.
+        # XLA may drop a cast to bf16 and back, so we round explicitly.
         part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         parts.append(part.astype(jnp.bfloat16))
         x -= part

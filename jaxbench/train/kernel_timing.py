@@ -31,7 +31,8 @@ programs from start to start."""
 
 
 def cases(run: Run) -> dict[str, Case]:
-    """The kernels with candidates that a run's program calls, by name."""
+    """The kernels with candidates that a run's program calls, by name; and those that JAX removes
+    again, because it uses only a part of what they compute."""
     choices = Choices()
     with using(choices), attention_for_mesh(), ignoring_pallas_deprecation():
         make_program(run).trace(abstract_state(run))

@@ -228,8 +228,8 @@ def _stack(blocks: list[Any], axis: int = 0) -> Any:
 
 
 def _gathered_dims(w: Any) -> mesh.Gathered:
-    """Gathered dimensions of a weight at rest. The dimension of experts is none of them, since it
-    is never split over `pipeline`."""
+    """Gathered dimensions of a weight at rest. The dimension of experts is none of them, since a
+    pipeline does not split it over `pipeline` (`mesh.expert_dims`)."""
     return [(dim, axes) for dim, axes in mesh.gathered_dims(w) if mesh.PIPELINE in axes]
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arrays import on
+from arrays import on, put
 
 from jaxbench import mesh
 from jaxbench.ops import fp32_dot
@@ -52,7 +52,7 @@ def test_a_matmul_and_its_gradients_are_as_exact_as_in_fp32(compiled):
         assert got[n].dtype == jnp.float32
         # The sums have another order. With two parts the error would be ten times as large.
         assert error(got[n], want[n]) <= 2 * error(of_fp32[n], want[n])
-    # bf16 rounds by 2^-8. What the two parts leave out of each product is 3 times 2^-16 at most.
+    # bf16 rounds by 2^-8. Of each product the two parts leave out three terms of 2^-16 at most.
     assert got[1].dtype == jnp.bfloat16
     sizes = np.einsum("BSE,DE->BSD", abs(wide[2]), abs(wide[1]))
     wrong = abs(np.asarray(got[1], np.float64) - want[1])
@@ -62,6 +62,21 @@ def test_a_matmul_and_its_gradients_are_as_exact_as_in_fp32(compiled):
 def plain_in_double(x, w, dy):
     equations = ("BSD,DE->BSE", x, w), ("BSE,DE->BSD", dy, w), ("BSD,BSE->DE", x, dy)
     return [np.einsum(*each) for each in equations]
+
+
+def test_sums_over_ranks_are_those_of_one_device():
+    x, w, dy = operands(jnp.bfloat16)
+    with on("one device"):
+        want = by_dot(x, w, dy)
+    with on("all"):
+        x = put(jnp.tile(x, (2, 1, 1)), "batch shard_seq embed", dtype=x.dtype)
+        dy = put(jnp.tile(dy, (2, 1, 1)), "batch shard_seq assignment")
+        y, dx, dw = by_dot(x, put(w, "router_embed router", mesh.WEIGHT), dy)
+    y, dx, dw, *want = (np.asarray(a, np.float32) for a in (y, dx, dw, *want))
+    # Sums in another order. bf16 may round them to a neighbour.
+    for got, one, tolerance in ((y[:2], want[0], 1e-6), (dx[2:], want[1], 2**-8),
+                                (dw / 2, want[2], 1e-6)):  # fmt: skip
+        np.testing.assert_allclose(got, one, rtol=0, atol=tolerance * abs(one).max())
 
 
 def test_an_activation_in_fp32_is_multiplied_in_fp32():

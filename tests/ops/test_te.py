@@ -119,6 +119,15 @@ class TestCompiled:
             check_program(row.compiled, row.run)
             assert describe_kernels(row.run)["products"] == f"{dtype} by te"
 
+    @pytest.mark.parametrize("dtype", tiered([], BLOCKS, slow=["mxfp8"]))
+    def test_it_quantizes_what_is_recomputed_too(self, dtype):
+        """By its own kernels, of which only NVFP4's with the transform work along tokens alone."""
+        settings = f"precision.dtype={dtype}", "batch.global_batch=8", "execution.remat=full"
+        row = by("te", *LLAMA, *settings, gpu=PLANNED["gb200"])
+        # Two layers of four weights: the forward pass, the recomputation and the gradient.
+        assert row.program.custom_calls()[QUANTIZE] == 2 * 4 * 3
+        assert "reduce-precision" not in row.compiled.as_text()
+
 
 @needs_te[0]
 @needs_te[1]

@@ -116,7 +116,7 @@ def choose(execution: Execution, task: Task) -> str:
 
 def to_permuted(implementation: str, x: Array, w: Weight, groups: Groups) -> Array:
     """Multiplies arriving rows by the weights of their groups, `[E, D, *N]`; the result is permuted
-    by group. The weights are gathered along all dimensions except E. If `w` is a
+    by group. The weights are gathered, but E stays split over `mesh.EXPERTS`. If `w` is a
     `quantized.Operand`, the matmuls are quantized."""
     return _dot(_GroupedMatmul(implementation, into=True), x, w, groups)
 

@@ -3,8 +3,9 @@
 Blocks run along the contraction, so each of the three matmuls needs its own operands, quantized
 from the tensors in high precision. The forward matmul takes the input and the weight. The input's
 gradient takes the output gradient and the weight. The weight's gradient takes the input and the
-output gradient, both along the tokens. A layer that is recomputed quantizes an
-input once in its forward pass, and again in the recomputation if the backward pass reads it.
+output gradient, both along the tokens. The residual of a matmul is its input's copy along tokens.
+The forward pass of a layer that is recomputed quantizes along features only, and the recomputation
+along tokens, and along features where it needs the result (`jax_internals.if_used`).
 
 Here the tensors of a device are matrices, one for each expert: activations are `[E, T, I]` and `[E,
 T, U]`, tokens by features, and weights are `[E, D, O]`. E is 1 without experts. A matmul contracts

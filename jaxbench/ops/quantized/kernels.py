@@ -133,7 +133,7 @@ class _Tiles:
         block = None, self.f, self.t // divisor
         return Output(shape, dtype, pl.BlockSpec(block, lambda e, t, f: (e, f, t)))
 
-    def quantized(
+    def outputs(
         self, wanted: tuple[bool, bool], size: int, values: Any, scales: Any, packed: int = 1
     ) -> dict[str, Output]:
         """The wanted results of a quantization. `packed` is how many values share one element of an
@@ -155,7 +155,7 @@ def quantize_mxfp8(
     """Quantizes `x`, or `rows` of it, to MXFP8 with blocks along features, and its transpose `[E,
     F, T]` with blocks along tokens. Returns what is `wanted` of the two, packed."""
     tiles = _Tiles(x, rows, sizes)
-    outputs = tiles.quantized(wanted, MXFP8.size, MXFP8.values, jnp.uint8)
+    outputs = tiles.outputs(wanted, MXFP8.size, MXFP8.values, jnp.uint8)
     y = call(
         partial(_mxfp8, width=tiles.f), "quantize_mxfp8", tiles.grid, tiles.inputs, outputs,
         sizes.launch, touched=tiles.touched(outputs),
@@ -189,12 +189,13 @@ def quantize_nvfp4(
         partial(_amax, width=tiles.f), "amax_nvfp4", tiles.grid, inputs, amax, sizes.launch,
         touched=tiles.touched({}),
     )  # fmt: skip
+    # The factor of what is not wanted is not used.
     largest = [jnp.max(found[name]) if name in found else jnp.ones((), f32) for name in RESULTS]
     encode = encode_of(jnp.stack(largest))
     inputs["encode"] = encode, two
     if seeds is not None:
         inputs["seeds"] = seeds, two
-    outputs = tiles.quantized(wanted, NVFP4.size, jnp.uint8, NVFP4.scales, packed=2)
+    outputs = tiles.outputs(wanted, NVFP4.size, jnp.uint8, NVFP4.scales, packed=2)
     y = call(
         partial(_nvfp4, width=tiles.f, tokens=tiles.tokens, features=tiles.features),
         "quantize_nvfp4",

@@ -1,10 +1,12 @@
 """Block-scaled matmuls by Transformer Engine: `TeMatmuls` for `block_scaled.dot`.
 
 Our code quantizes weights at rest and gathers them; Transformer Engine's matmul takes their values
-and scales as they are. Transformer Engine quantizes activations, once for both of their matmuls.
+and scales as they are. Transformer Engine quantizes activations, by one call for those of their
+matmuls that follow.
 """
 
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import jax
@@ -71,6 +73,7 @@ class TeMatmuls(Matmuls):
         tokens, features = x.shape[1:]
         check(precision, {"tokens of a microbatch": tokens, "features": features})
         options: dict[str, Any] = {}
+        turned = precision.dtype == "nvfp4" and precision.hadamard
         if precision.dtype == "nvfp4":
             tile = TURNED if precision.hadamard else MULTIPLIED
             require(
@@ -79,11 +82,13 @@ class TeMatmuls(Matmuls):
                 f"not the {tokens} tokens x {features} features that a device holds; use auto or "
                 "xla",
             )
-            options["use_rht"] = precision.hadamard
+            options["use_rht"] = turned and wanted[1]
             if draw is not None:
                 options["stochastic_rounding_rng_state"] = draws.fold(draw, jnp.arange(4))[None]
         from transformer_engine.jax import quantize
 
+        # Along tokens alone it has a kernel only with the transform; else it uses plain JAX.
+        made = wanted if turned or wanted[0] else BOTH
         layouts = {
             BOTH: quantize.QuantizeLayout.ROWWISE_COLWISE,
             (True, False): quantize.QuantizeLayout.ROWWISE,
@@ -92,13 +97,14 @@ class TeMatmuls(Matmuls):
         quantizer = quantize.QuantizerFactory.create(
             scaling_mode=te.mode(precision.dtype),
             q_dtype=FORMATS[precision.dtype].values,
-            q_layout=layouts[wanted],
+            q_layout=layouts[made],
             **options,
         )
         results = te.quantize_by(quantizer, x[0])
-        if wanted != BOTH:
+        if made != BOTH:
             return (_packed(results),)
-        return _packed(results.rowwise_tensor), _packed(results.colwise_tensor)
+        both = results.rowwise_tensor, results.colwise_tensor
+        return tuple(_packed(result) for result in compress(both, wanted))
 
     def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
         if w.values.dtype == NVFP4.values:
