@@ -256,8 +256,12 @@ def _run(*leaves, jaxpr, **_):
     return jaxpr_as_fun(jaxpr)(*leaves)
 
 
-def _without_unused(used: list[bool], call: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
-    """JAX's rule for dead code: (which operands are read, the call without unused results)."""
+def _without_unused(used: list[bool], *rest: Any) -> tuple[list[bool], JaxprEqn | None]:
+    """JAX's rule for dead code: (which operands are read, the call without unused results).
+
+    The call comes last. From jax 0.12 on it comes after a list of references that are read later.
+    """
+    call: JaxprEqn = rest[-1]
     leaves = iter(zip(call.outvars, used, strict=True))
     results = [[next(leaves) for _ in range(part)] for part in call.params["parts"]]
     kept = [any(use for _, use in result) for result in results]
