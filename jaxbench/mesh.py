@@ -142,6 +142,11 @@ def _as_axes(entry: str | Collection[str] | None) -> Collection[str]:
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
+def _among(axes: Collection[str], entry: str | Collection[str] | None) -> tuple[str, ...]:
+    """The axes of an entry of a partition that are among `axes`."""
+    return tuple(axis for axis in _as_axes(entry) if axis in axes)
+
+
 def expert_dims(count: int) -> str:
     """The first two logical dimensions, experts and embed, of the weights of `count` experts. They
     are whole at rest if the ranks divide them, except in a pipeline, which gathers its weights once
@@ -307,11 +312,11 @@ Gathered = list[tuple[int, tuple[str, ...]]]
 def gathered_dims(w: Any, experts: int | None = None) -> Gathered:
     """The dimensions over which a weight at rest, or its type, is gathered for use. The dimension
     of index `experts` stays split over `EXPERTS`, since each rank uses its local experts."""
-    split = []
-    for dim, entry in enumerate(partition(w)):
-        gathered = EXPERT_AT_REST if dim == experts else AT_REST
-        split.append((dim, tuple(axis for axis in _as_axes(entry) if axis in gathered)))
-    return [(dim, axes) for dim, axes in split if axes]
+    split = [
+        _among(EXPERT_AT_REST if dim == experts else AT_REST, entry)
+        for dim, entry in enumerate(partition(w))
+    ]
+    return [(dim, axes) for dim, axes in enumerate(split) if axes]
 
 
 MOVABLE = {"is_pipelineable": "true"}
@@ -352,7 +357,7 @@ def gather_weight(w: jax.Array, experts: int | None = None) -> jax.Array:
     """All-gathers a weight at rest for use; the transpose reduce-scatters its gradient. The
     dimension of index `experts` stays split over `EXPERTS`."""
     kept = [
-        [axis for axis in _as_axes(entry) if axis in (EXPERTS if dim == experts else (TENSOR,))]
+        _among(EXPERTS if dim == experts else (TENSOR,), entry)
         for dim, entry in enumerate(partition(w))
     ]
     whole = _spec(kept, reduced=set(AXES).difference(*kept))

@@ -15,10 +15,9 @@ from jaxbench import mesh
 from jaxbench.ops.dense import contract
 from jaxbench.ops.grouped.groups import Groups, Scales, result_dtype, take
 from jaxbench.ops.quantized.block_formats import Blocks
-from jaxbench.ops.quantized.block_scaled import Matmuls, multiply, quantize_activation
-from jaxbench.ops.quantized.kernels import BOTH, SPAN, Rows
+from jaxbench.ops.quantized.block_scaled import Matmuls, multiply
+from jaxbench.ops.quantized.kernels import SPAN, Rows
 from jaxbench.ops.quantized.operand import multiply as multiply_fp8
-from jaxbench.recipe.settings import Precision
 
 
 def to_permuted(
@@ -50,21 +49,12 @@ class BlockMatmuls(Matmuls):
 
     groups: Groups
 
-    def quantize(
-        self,
-        x: Array,
-        precision: Precision,
-        side: str,
-        draw: Array | None = None,
-        wanted: tuple[bool, bool] = BOTH,
-    ) -> tuple[Blocks, ...]:
-        groups, of = self.groups, None
-        if side == "first":
-            spans = jnp.ones(groups.row.size // SPAN, jnp.int32)
-            of = Rows(groups.source, spans, groups.expected, groups.ends.size)
-        else:
-            x = _split(x[0], groups)
-        return quantize_activation(x, precision, of, draw, wanted)
+    def rows(self, x: Array, side: str) -> tuple[Array, Rows | None]:
+        groups = self.groups
+        if side == "last":
+            return _split(x[0], groups), None
+        spans = jnp.ones(groups.row.size // SPAN, jnp.int32)
+        return x, Rows(groups.source, spans, groups.expected, groups.ends.size)
 
     def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
         y = _merged(multiply(rows, w))

@@ -24,9 +24,8 @@ from jaxbench.ops.grouped.pallas import LAUNCHES, Sizes, at_most, scale_input, s
 from jaxbench.ops.kernel_sizes import tunable
 from jaxbench.ops.pallas_call import Inputs, Output, call, tile_at, whole
 from jaxbench.ops.quantized.block_formats import MXFP8, NVFP4, Blocks, as_bytes, dequantized
-from jaxbench.ops.quantized.block_scaled import Matmuls, quantize_activation
-from jaxbench.ops.quantized.kernels import BOTH, SPAN, Rows, multiplied
-from jaxbench.recipe.settings import Precision
+from jaxbench.ops.quantized.block_scaled import Matmuls
+from jaxbench.ops.quantized.kernels import SPAN, Rows, multiplied
 
 
 def candidates(width: int, depth: int | None = None) -> tuple[Sizes, ...]:
@@ -202,15 +201,8 @@ class Kernels(Matmuls):
 
     groups: Groups
 
-    def quantize(
-        self,
-        x: Array,
-        precision: Precision,
-        side: str,
-        draw: Array | None = None,
-        wanted: tuple[bool, bool] = BOTH,
-    ) -> tuple[Blocks, ...]:
-        return quantize_activation(x, precision, rows(side, self.groups), draw, wanted)
+    def rows(self, x: Array, side: str) -> tuple[Array, Rows]:
+        return x, rows(side, self.groups)
 
     def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
         y = by_weight(rows, w, side, self.groups)

@@ -181,7 +181,12 @@ class Matmuls:
         wanted: tuple[bool, bool] = kernels.BOTH,
     ) -> tuple[Blocks, ...]:
         """`quantize_activation` of an activation that is multiplied by the copy `side`."""
-        return quantize_activation(x, precision, None, draw, wanted)
+        x, of = self.rows(x, side)
+        return quantize_activation(x, precision, of, draw, wanted)
+
+    def rows(self, x: Array, side: str) -> tuple[Array, kernels.Rows | None]:
+        """(an activation that is multiplied by the copy `side`, its rows that are quantized)."""
+        return x, None
 
     def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
         """Multiplies the first result of `quantize` by a gathered weight, which is the copy
