@@ -1,6 +1,7 @@
 """Options of `jaxbench plan` and their checks. Needs no JAX."""
 
-import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxbench.base import hardware
@@ -30,6 +31,29 @@ EXAMPLES = """
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a command line, as `--help` documents them. `config` and `diff` are empty if
+    they are not given."""
+
+    config: str
+    gpus: int | None
+    set: list[str]
+    gpu: str | None
+    system: list[str]
+    kernels: Path | None
+    search: bool
+    limit: int | None
+    all: bool
+    diff: list[str]
+    percent: float
+    hlo: Path | None
+    profile: Path | None
+    format: str
+    output: Path | None
+    dump: Path | None
+
+
 # fmt: off
 def make_parser() -> Parser:
     """The parser of all options; `--help` documents them."""
@@ -39,7 +63,7 @@ def make_parser() -> Parser:
         "step sends over the network, and how long it will take.",
     )
     add = parser.add_argument_group("what to plan").add_argument
-    add("--config", help="recipe file or name, such as llama2_70b_bf16")
+    add("--config", default="", help="recipe file or name, such as llama2_70b_bf16")
     add("--gpus", type=int, help="number of GPUs: the recipe's own, or any other that fills nodes")
     add("--set", action="append", default=[], metavar="KEY=VALUE",
         help="change a setting of the row: batch.microbatch=4")
@@ -62,7 +86,7 @@ def make_parser() -> Parser:
     add("--all", action="store_true",
         help=f"plan every row of every recipe on {DEFAULT_GPU}, and the rows for other GPUs on "
         "those; with --gpu, --system or --kernels, every row on one GPU")
-    add("--diff", nargs=2, metavar=("A", "B"),
+    add("--diff", nargs=2, default=[], metavar=("A", "B"),
         help="compare two plans: JSON files of --dump, or rows with settings, such as "
         "'llama2_70b_bf16:64 execution.remat=full'; or two tables of --all (plan.csv), with status "
         "1 if a row got worse")
@@ -88,41 +112,46 @@ def make_parser() -> Parser:
 # fmt: on
 
 
-def check_arguments(args: argparse.Namespace, gpu: hardware.Gpu) -> None:
+def parse_arguments(argv: Sequence[str] | None) -> Options:
+    """The options of a command line. Raises RecipeError."""
+    return Options(**vars(make_parser().parse_args(argv)))
+
+
+def check_arguments(options: Options, gpu: hardware.Gpu) -> None:
     """Raises RecipeError for options that are missing or exclude each other."""
-    modes = [f"--{name}" for name in MODES if getattr(args, name)]
+    modes = [f"--{name}" for name in MODES if getattr(options, name)]
     if modes == ["--hlo", "--profile"]:
         modes = ["--profile"]
     if len(modes) > 1:
         raise RecipeError(f"{' and '.join(modes)} exclude each other")
-    if modes and args.dump:
+    if modes and options.dump:
         raise RecipeError(f"--dump is for a single plan, not for {modes[0]}")
-    table = args.diff and any(spec.endswith(".csv") for spec in args.diff)
+    table = any(spec.endswith(".csv") for spec in options.diff)
     formats = {"--diff": ["html"] if not table else [], "--all": [], "--hlo": ["json", "html"],
                "--profile": ["json"], "--search": ["json"]}  # fmt: skip
     for mode in modes:
         row = ("set", "config", "gpus") if mode != "--search" else ()
-        ignored = [f"--{name}" for name in row if getattr(args, name)]
-        if args.format not in ("text", *formats[mode]):
-            ignored.append(f"--format {args.format}")
+        ignored = [f"--{name}" for name in row if getattr(options, name)]
+        if options.format not in ("text", *formats[mode]):
+            ignored.append(f"--format {options.format}")
         if ignored:
             raise RecipeError(f"{mode} does not take {ignored[0]}")
-    if args.output and args.format == "text" and not args.all:
+    if options.output and options.format == "text" and not options.all:
         raise RecipeError("--output needs --format json or html, or --all")
-    if args.output and not args.all:
-        check_folder(args.output)
-    if args.kernels and not args.profile:
-        load(gpu.name.lower(), args.kernels)
-    if args.limit is not None and not args.search:
+    if options.output and not options.all:
+        check_folder(options.output)
+    if options.kernels and not options.profile:
+        load(gpu.name.lower(), options.kernels)
+    if options.limit is not None and not options.search:
         raise RecipeError("--limit needs --search")
-    positive("--", args, "limit")
-    if modes in ([], ["--search"]) and not args.config:
+    positive("--", options, "limit")
+    if modes in ([], ["--search"]) and not options.config:
         raise RecipeError(
             "--config and --gpus are needed (or --all, --hlo FILE, --profile DIR, or --diff A B)"
         )
-    if modes in ([], ["--search"]) and args.gpus is None:
-        rows = recipes.load(args.config).on(gpu).rows
+    if modes in ([], ["--search"]) and options.gpus is None:
+        rows = recipes.load(options.config).on(gpu).rows
         counts = ", ".join(map(str, sorted(row for row in rows if row != recipes.SMOKE)))
         raise RecipeError(
-            f"--gpus is missing: {args.config} has rows for {counts} GPUs, and plan derives others"
+            f"--gpus is missing: {options.config} has rows for {counts} GPUs; plan derives others"
         )

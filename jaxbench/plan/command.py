@@ -1,6 +1,5 @@
 """The command `jaxbench plan`: plans of one row or of many, and differences between plans."""
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -29,7 +28,7 @@ from jaxbench.plan import (
     text,
 )
 from jaxbench.plan.absent import compile_only_devices
-from jaxbench.plan.arguments import DEFAULT_GPU, LIMIT, check_arguments, make_parser
+from jaxbench.plan.arguments import DEFAULT_GPU, LIMIT, Options, check_arguments, parse_arguments
 from jaxbench.plan.plan import Memory, Plan, make_plan, read
 from jaxbench.plan.processes import CACHE, resumable
 from jaxbench.plan.row_page import plan_page
@@ -107,92 +106,97 @@ def find_remedy(run: Run, plan: Plan, gpu: Gpu, command: str) -> Iterator[str]:
     yield "  none of these settings makes it fit; use more GPUs or fewer layers"
 
 
-def find_targets(args: argparse.Namespace) -> list[Target]:
+def find_targets(options: Options) -> list[Target]:
     """The system of the options. If `--all` is for every GPU, all GPUs, beginning with the default
     one. Raises RecipeError."""
-    one = args.gpu or args.system or args.kernels or not args.all
+    one = options.gpu or options.system or options.kernels or not options.all
     others = [] if one else [name for name in hardware.PLANNED if name != DEFAULT_GPU]
-    names = (args.gpu or DEFAULT_GPU, *others)
-    return [systems.find(name, args.kernels).changed(args.system) for name in names]
+    names = (options.gpu or DEFAULT_GPU, *others)
+    return [systems.find(name, options.kernels).changed(options.system) for name in names]
 
 
-def compare(args: argparse.Namespace, target: Target) -> int:
+def compare(options: Options, target: Target) -> int:
     """Runs `--diff`. Returns 1 if a row of a table got worse."""
-    if all(spec.endswith(".csv") for spec in args.diff):
-        before, after = map(Path, args.diff)
-        lines, worse = sweep.compare_tables(before, after, args.percent)
+    if all(spec.endswith(".csv") for spec in options.diff):
+        before, after = map(Path, options.diff)
+        lines, worse = sweep.compare_tables(before, after, options.percent)
         print(lines)
         return int(worse)
-    plans = [plan_spec(spec, target) for spec in args.diff]
-    as_text = difference.page if args.format == "html" else difference.report
-    write(as_text(*plans), args.output)
+    plans = [plan_spec(spec, target) for spec in options.diff]
+    as_text = difference.page if options.format == "html" else difference.report
+    write(as_text(*plans), options.output)
     return 0
 
 
-def plan_one(args: argparse.Namespace, target: Target) -> int:
+def plan_one(options: Options, target: Target) -> int:
     """Prints the plan of one row. If the row does not fit, prints remedies too, except next to
     JSON; a page has the last one."""
-    run, _ = resolve(args.config, args.gpus, args.set, target.gpu)
+    run, _ = resolve(options.config, options.gpus, options.set, target.gpu)
     with compiling(run):
-        plan = make_plan(run, target, args.dump)
-    if args.dump:
-        write_json(args.dump / "plan.json", plan)
-    if args.format == "text":
+        plan = make_plan(run, target, options.dump)
+    if options.dump:
+        write_json(options.dump / "plan.json", plan)
+    if options.format == "text":
         print(folded(text.answer(plan)), flush=True)
     remedy = ""
-    if not plan.fits and args.format != "json":
-        options = target.options() if args.gpu else target.further_options()
-        options += [f"--set {change}" for change in args.set]
-        words = ["jaxbench plan --config", args.config, "--gpus", run.row, *options]
+    if not plan.fits and options.format != "json":
+        words = ["jaxbench plan --config", options.config, "--gpus", run.row]
+        words += target.options() if options.gpu else target.further_options()
+        words += [f"--set {change}" for change in options.set]
         for remedy in find_remedy(run, plan, target.gpu, " ".join(words)):
-            print(remedy, file=sys.stdout if args.format == "text" else sys.stderr, flush=True)
-    if args.format == "text":
+            print(remedy, file=sys.stdout if options.format == "text" else sys.stderr, flush=True)
+    if options.format == "text":
         print(folded(text.details(plan)))
     else:
-        content = as_json(plan) if args.format == "json" else plan_page(plan, remedy.strip())
-        write(content, args.output)
+        content = as_json(plan) if options.format == "json" else plan_page(plan, remedy.strip())
+        write(content, options.output)
     return 0 if plan.fits else 1
 
 
-def read_file(args: argparse.Namespace, target: Target) -> int:
+def read_file(options: Options, target: Target) -> int:
     """Runs `--profile` or `--hlo`. Returns 0."""
-    with live(f"reading {args.profile or args.hlo}"):
-        if args.profile:
-            named = target.gpu if args.gpu or args.system else None
-            compared = compare_profile.read(args.profile, args.hlo, named, args.kernels)
-            as_text = as_json if args.format == "json" else compare_profile.report
+    with live(f"reading {options.profile or options.hlo}"):
+        if options.profile:
+            named = target.gpu if options.gpu or options.system else None
+            compared = compare_profile.read(options.profile, options.hlo, named, options.kernels)
+            as_text = as_json if options.format == "json" else compare_profile.report
             content = as_text(compared)
         else:
-            step = hlo_file.read(args.hlo, target)
-            content = hlo_file.FORMATS[args.format](step)
-    write(content, args.output)
+            assert options.hlo
+            content = hlo_file.FORMATS[options.format](hlo_file.read(options.hlo, target))
+    write(content, options.output)
     return 0
+
+
+def run(options: Options, target: Target) -> int:
+    """Runs what the options ask of one GPU. Returns the exit status."""
+    if options.profile or options.hlo:
+        return read_file(options, target)
+    if options.diff:
+        return compare(options, target)
+    if options.search:
+        row, recipe = resolve(options.config, options.gpus, options.set, target.gpu)
+        limit, to = options.limit or LIMIT, options.output
+        return search.search(recipe, row, options.config, limit, target, options.format, to)
+    return plan_one(options, target)
 
 
 @command
 @resumable
 def main(argv: Sequence[str] | None) -> int:
     """Returns 0, or 1 when a plan does not fit."""
-    args = make_parser().parse_args(argv)
+    options = parse_arguments(argv)
     jax.config.update("jax_platforms", "cpu")
-    targets = find_targets(args)
-    check_arguments(args, targets[0].gpu)
-    if args.all:
-        args.output = args.output or CACHE
-    for folder in filter(None, (args.dump, args.output if args.all else None)):
+    targets = find_targets(options)
+    check_arguments(options, targets[0].gpu)
+    if options.all:
+        folder = options.output or CACHE
         folder.mkdir(parents=True, exist_ok=True)
+        with owned(folder):
+            return sweep.sweep(targets, folder)
+    if options.dump:
+        options.dump.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
-        for path in filter(None, (args.dump, args.output)):
+        for path in filter(None, (options.dump, options.output)):
             held.enter_context(owned(path))
-        if args.all:
-            return sweep.sweep(targets, args.output)
-        target = targets[0]
-        if args.profile or args.hlo:
-            return read_file(args, target)
-        if args.diff:
-            return compare(args, target)
-        if args.search:
-            row, recipe = resolve(args.config, args.gpus, args.set, target.gpu)
-            limit = args.limit or LIMIT
-            return search.search(recipe, row, args.config, limit, target, args.format, args.output)
-        return plan_one(args, target)
+        return run(options, targets[0])

@@ -1,6 +1,7 @@
 """Options of `jaxbench compare` and their checks. Needs no JAX."""
 
-import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxbench.base import hardware
@@ -18,6 +19,27 @@ EXAMPLES = """
         --price h100=2.5,gb200=6 --format html --output compare.html
     jaxbench compare --config llama31_8b_bf16 --gpu h100 --gpus 8,64 --mtbf 8000 --storage 20
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a command line, as `--help` documents them. `price` is by the name of a
+    GPU."""
+
+    config: list[str]
+    gpu: list[systems.Target]
+    gpus: list[int]
+    set: list[str]
+    system: list[str]
+    search: bool
+    limit: int | None
+    tokens: float
+    price: dict[str, float]
+    mtbf: float
+    storage: float | None
+    restart: float
+    format: str
+    output: Path | None
 
 
 # fmt: off
@@ -76,43 +98,55 @@ def models() -> list[str]:
     return [*dict.fromkeys(name.rpartition("_")[0] for name in recipes.names())]
 
 
-def check_arguments(args: argparse.Namespace) -> None:
-    """Checks the options. Lists become systems, numbers, and prices by the name of a GPU. Raises
-    RecipeError."""
-    targets: dict[str, systems.Target] = {}
-    for asked in args.gpu:
-        target = systems.find(asked)
-        if targets.setdefault(target.name, target) != target:
-            raise RecipeError(
-                f"--gpu {asked}: another GPU is called {target.name}; rename the file"
-            )
-    args.gpu = [*targets.values()]
-    try:
-        args.gpus = sorted({int(count) for count in args.gpus})
-    except ValueError:
-        raise RecipeError(
-            f"--gpus {','.join(args.gpus)}: expected numbers such as 64,256"
-        ) from None
-    if not (args.gpu and args.gpus):
+def parse_options(argv: Sequence[str] | None) -> Options:
+    """The options of a command line. Raises RecipeError."""
+    words = vars(make_parser().parse_args(argv))
+    read = {"gpu": _targets, "gpus": _numbers, "price": _prices}
+    options = Options(**words | {name: parse(words[name]) for name, parse in read.items()})
+    if not (options.gpu and options.gpus):
         raise RecipeError("--gpu and --gpus need at least one value each")
-    args.price = dict(_price(text) for text in args.price)
-    if unused := [name for name in args.price if name not in targets]:
+    names = [target.name for target in options.gpu]
+    if unused := [name for name in options.price if name not in names]:
         raise RecipeError(f"--price {unused[0]}=..: {unused[0]} is not in --gpu")
     for name in ("tokens", "mtbf", "storage", "restart"):
-        value = getattr(args, name)
+        value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             raise RecipeError(f"--{name} {value:g}: expected a number above 0")
-    positive("--", args, "limit")
-    if args.limit is not None and not args.search:
+    positive("--", options, "limit")
+    if options.limit is not None and not options.search:
         raise RecipeError("--limit needs --search")
-    if args.output and args.format == "text":
+    if options.output and options.format == "text":
         raise RecipeError("--output needs --format json or html")
-    if args.output:
-        check_folder(args.output)
-    for text in args.system:
+    if options.output:
+        check_folder(options.output)
+    for text in options.system:
         gpu, colon, _ = text.rpartition(":")
-        if colon and systems.named(gpu) not in targets:
+        if colon and systems.named(gpu) not in names:
             raise RecipeError(f"--system {text}: {gpu} is not in --gpu")
+    return options
+
+
+def _targets(asked: Sequence[str]) -> list[systems.Target]:
+    """The systems of `--gpu`, each once."""
+    targets: dict[str, systems.Target] = {}
+    for text in asked:
+        target = systems.find(text)
+        if targets.setdefault(target.name, target) != target:
+            raise RecipeError(f"--gpu {text}: another GPU is called {target.name}; rename the file")
+    return [*targets.values()]
+
+
+def _numbers(texts: Sequence[str]) -> list[int]:
+    """The numbers of `--gpus`, ascending, each once."""
+    try:
+        return sorted({int(text) for text in texts})
+    except ValueError:
+        raise RecipeError(f"--gpus {','.join(texts)}: expected numbers such as 64,256") from None
+
+
+def _prices(texts: Sequence[str]) -> dict[str, float]:
+    """The prices of `--price` by the name of their GPU."""
+    return dict(map(_price, texts))
 
 
 def _price(text: str) -> tuple[str, float]:

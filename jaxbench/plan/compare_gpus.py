@@ -6,7 +6,6 @@ time and from the goodput of a job with as many GPUs (`forecast.goodput`). A cel
 says why, and the others go on.
 """
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -23,7 +22,7 @@ from jaxbench.plan import search, systems
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.arguments import LIMIT
 from jaxbench.plan.command import resolve
-from jaxbench.plan.compare_arguments import check_arguments, make_parser, models
+from jaxbench.plan.compare_arguments import Options, models, parse_options
 from jaxbench.plan.compare_cells import Cell, Figures, PlannedRow, as_table, mark, train_state
 from jaxbench.plan.compare_page import compare_page
 from jaxbench.plan.plan import Plan
@@ -46,53 +45,50 @@ CURVE = [*(2**n for n in range(3, 17)), 100_000]
 @resumable
 def main(argv: Sequence[str] | None) -> int:
     """Returns 0, or 1 if no cell fits."""
-    args = make_parser().parse_args(argv)
-    check_arguments(args)
-    configs, changes = chosen(args.config)
-    args.set = [*changes, *args.set]
-    targets = [with_system(target, args.system) for target in args.gpu]
+    options = parse_options(argv)
+    configs, changes = chosen(options.config)
     check_compiler()
-    with owned(args.output) if args.output else nullcontext():
-        return _compare(args, configs, targets)
+    with owned(options.output) if options.output else nullcontext():
+        return _compare(options, configs, [*changes, *options.set])
 
 
-def _compare(
-    args: argparse.Namespace, configs: dict[str, Recipe], targets: Sequence[Target]
-) -> int:
+def _compare(options: Options, configs: dict[str, Recipe], changes: list[str]) -> int:
+    """Plans and prints all cells of some recipes with `changes`. Returns the exit status."""
     assumed = Assumed(
-        mtbf_gpu_hours=args.mtbf, storage_gb_s=args.storage, restart_s=60 * args.restart
+        mtbf_gpu_hours=options.mtbf, storage_gb_s=options.storage, restart_s=60 * options.restart
     )
-    limit = (args.limit or LIMIT) if args.search else None
+    limit = (options.limit or LIMIT) if options.search else None
+    targets = [with_system(target, options.system) for target in options.gpu]
     cells = []
     for target in targets:
-        price, power = args.price.get(target.name), target.gpu.power
-        for cell, planned in plan_cells(target, configs, args.gpus, args.set, limit):
+        price, power = options.price.get(target.name), target.gpu.power
+        for cell, planned in plan_cells(target, configs, options.gpus, changes, limit):
             if planned:
-                add_figures(cell, *planned, assumed, args.tokens, price, power)
+                add_figures(cell, *planned, assumed, options.tokens, price, power)
             cells.append(cell)
     mark(cells)
-    model, state = _model(args, configs), train_state(cells)
+    model, state = _model(options.config[0], configs, changes), train_state(cells)
     goodput = curves(state, assumed) if state else {}
-    remarks = notes(cells, assumed, args.price)
-    if args.format == "json":
-        content = {"model": model, "tokens": args.tokens, "assumed": asdict(assumed)}
+    remarks = notes(cells, assumed, options.price)
+    if options.format == "json":
+        content = {"model": model, "tokens": options.tokens, "assumed": asdict(assumed)}
         objects = [vars(cell) | {"fits": cell.fits} for cell in cells]
         content |= {"cells": objects, "goodput": goodput, "notes": remarks}
-        write(as_json(content), args.output)
-    elif args.format == "html":
-        write(compare_page(model, args.tokens, cells, goodput, remarks), args.output)
+        write(as_json(content), options.output)
+    elif options.format == "html":
+        write(compare_page(model, options.tokens, cells, goodput, remarks), options.output)
     else:
-        show(model, args.tokens, cells, remarks)
+        show(model, options.tokens, cells, remarks)
     return int(not any(cell.fits for cell in cells))
 
 
-def _model(args: argparse.Namespace, configs: dict[str, Recipe]) -> str:
+def _model(config: str, configs: dict[str, Recipe], changes: list[str]) -> str:
     """The name of the model, with the changes that a user makes to it."""
-    if args.config[0].endswith(".json"):
-        return args.config[0]
+    if config.endswith(".json"):
+        return config
     published = MODELS[next(iter(configs.values())).model]
-    changes = [change for change in args.set if change.startswith("model.")]
-    return ", ".join([model_name(published.family, published.size), *changes])
+    of_model = [change for change in changes if change.startswith("model.")]
+    return ", ".join([model_name(published.family, published.size), *of_model])
 
 
 def chosen(configs: Sequence[str]) -> tuple[dict[str, Recipe], list[str]]:

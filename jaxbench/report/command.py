@@ -1,11 +1,11 @@
 """The command `jaxbench report`: compares runs with published ones, and has an exit status for
 CI."""
 
-import argparse
 import io
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -33,6 +33,20 @@ OTHER_LOGS = ("sbatch_", "vboost")
 """The names of logs that are not logs of runs begin with one of these."""
 
 CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a command line, as `--help` documents them."""
+
+    results: list[Path]
+    compare: list[Path] | None
+    history: Path | None
+    threshold: float
+    window: str | None
+    flops: str
+    format: str
+    output: Path | None
 
 
 def make_parser() -> Parser:
@@ -158,66 +172,66 @@ def _order(result: Result) -> tuple[str, str, int, str]:
     return r.recipe.partition(":")[0].strip(), r.dtype or "", r.gpus or 0, r.recipe
 
 
-def _compared(path: Path, args: argparse.Namespace, option: str, *known: str) -> list[Result]:
+def _compared(path: Path, options: Options, option: str, *known: str) -> list[Result]:
     """The runs to compare with each other. Raises RecipeError for arguments that do not combine
     with --compare or --history, and for a run of null GPUs, since its times must not stand among
     other times."""
-    if args.results or not 0 < args.threshold < 100:
+    if options.results or not 0 < options.threshold < 100:
         raise RecipeError(f"{option} takes a threshold between 0 and 100 %, and no RESULTS")
-    if args.format not in known:
+    if options.format not in known:
         expected = ", ".join(known)
-        raise RecipeError(f"{option} has no --format {args.format}; expected one of {expected}")
-    results = report([path], args.window)
+        raise RecipeError(f"{option} has no --format {options.format}; expected one of {expected}")
+    results = report([path], options.window)
     for result in results:
         if result.run.null:
             raise RecipeError(f"{result.run.path}: {NULL}; leave it out")
     return results
 
 
-def _compare(args: argparse.Namespace) -> int:
-    a, b = (_compared(path, args, "--compare", "table", "json") for path in args.compare)
-    result = compare(a, b, args.threshold / 100)
-    _write(as_json(result) if args.format == "json" else result.text(), args)
+def _compare(paths: Sequence[Path], options: Options) -> int:
+    a, b = (_compared(path, options, "--compare", "table", "json") for path in paths)
+    result = compare(a, b, options.threshold / 100)
+    _write(as_json(result) if options.format == "json" else result.text(), options)
     return int(result.verdict == "slower")
 
 
-def _history(args: argparse.Namespace) -> int:
-    results = _compared(args.history, args, "--history", "table", "json", "html")
-    threshold = args.threshold / 100
+def _history(folder: Path, options: Options) -> int:
+    results = _compared(folder, options, "--history", "table", "json", "html")
+    threshold = options.threshold / 100
     series = history.history(results, threshold)
-    if args.format == "json":
+    if options.format == "json":
         text = history.as_json(series)
     else:
-        as_text = page.history_page if args.format == "html" else history.text
+        as_text = page.history_page if options.format == "html" else history.text
         text = as_text(series, threshold)
-    _write(text, args)
+    _write(text, options)
     return 0
 
 
-def _write(text: str, args: argparse.Namespace) -> None:
+def _write(text: str, options: Options) -> None:
     """Prints a text or a table, or writes it to --output."""
-    if args.format == "table" and not args.output:
+    if options.format == "table" and not options.output:
         terminal.print_text(text, console())
     else:
-        write(text, args.output)
+        write(text, options.output)
 
 
-def _report(args: argparse.Namespace) -> int:
-    if not args.results:
+def _report(options: Options) -> int:
+    if not options.results:
         raise RecipeError("name RESULTS, or give --compare A B or --history FOLDER")
-    results = report(args.results, args.window)
-    if args.format in formats.TEXTS:
-        lines = [formats.line(r, args.flops) for r in results]
-        write(formats.TEXTS[args.format](lines), args.output)
-    elif args.format == "html":
-        write(page.page(results, args.flops), args.output)
-    elif args.output:
+    results = report(options.results, options.window)
+    if options.format in formats.TEXTS:
+        lines = [formats.line(r, options.flops) for r in results]
+        write(formats.TEXTS[options.format](lines), options.output)
+    elif options.format == "html":
+        write(page.page(results, options.flops), options.output)
+    elif options.output:
         text = io.StringIO()
         output = Console(file=text, width=WIDTH, markup=False)
-        terminal.print_report(named(results, args.flops), args.flops, output)
-        write(text.getvalue(), args.output)
+        terminal.print_report(named(results, options.flops), options.flops, output)
+        write(text.getvalue(), options.output)
     else:
-        terminal.print_report(named(results, args.flops), args.flops, console())
+        terminal.print_report(named(results, options.flops), options.flops, console())
     bad = sum(r.verdict.bad for r in results)
     print(
         f"{counted(len(results), 'run')}: {len(results) - bad} without fault, "
@@ -230,7 +244,7 @@ def _report(args: argparse.Namespace) -> int:
 @command
 def main(argv: Sequence[str] | None) -> int:
     """Prints or writes the report. Returns the exit status."""
-    args = make_parser().parse_args(argv)
-    if args.compare:
-        return _compare(args)
-    return _history(args) if args.history else _report(args)
+    options = Options(**vars(make_parser().parse_args(argv)))
+    if options.compare:
+        return _compare(options.compare, options)
+    return _history(options.history, options) if options.history else _report(options)
