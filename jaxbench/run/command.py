@@ -65,7 +65,7 @@ def join_and_resolve(
     if options.pgle and platform != "gpu":
         raise RecipeError("--pgle needs GPUs: a CPU has no latencies to hide")
     if platform == "gpu" and READS_HOST:
-        host_memory.check_host_memory(host_bytes(run), "hosts before compiling")
+        host_memory.check_host_memory(host_bytes(run), "before compiling")
     return run
 
 

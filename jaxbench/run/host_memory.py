@@ -64,12 +64,13 @@ def limit_gib(needed: float, share: int) -> int:
 def check_host_memory(needed: float, when: str) -> None:
     """Raises RunFailed if this host has too little memory for the offloaded activations of its
     devices (`needed` bytes for each), or if the job may use too little of it. All ranks must call
-    it with the same arguments; each `when` serves once."""
+    it with the same arguments; each `when` serves once in a job."""
     if not needed:
         return
     limit = int(os.environ.get(HOST_LIMIT, UNSET_GIB)) << 30
     pinned = max(needed, min(1 << (int(needed) - 1).bit_length(), limit))
-    here = sum(node == platform.node() for node in job.all_gather(when, platform.node()))
+    nodes = job.all_gather(f"host memory {when}", platform.node())
+    here = nodes.count(platform.node())
     count = here * jax.local_device_count()
     recompute = "use --set execution.offload=none to recompute instead"
     takes = f"node {platform.node()}: execution.offload takes {pinned / 2**30:.1f} GiB of memory"

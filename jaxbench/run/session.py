@@ -273,7 +273,7 @@ class Attempt:
             recorder.say("compiled without CUDA graphs, since they hide kernels from the profiler")
         job.meet("before the first collective")
         check_program(compiled, run)
-        check_host_memory(offloaded_bytes(compiled), "hosts")
+        check_host_memory(offloaded_bytes(compiled), "after compiling")
         by = describe_kernels(run)
         recorder.add(kernels=by)
         recorder.say(", ".join(f"{part_name(part)}: {name}" for part, name in by.items()))

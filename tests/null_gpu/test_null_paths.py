@@ -135,6 +135,19 @@ def test_a_job_with_too_little_memory_ends_before_it_compiles(tmp_path):
     assert "compiling" not in command.out
 
 
+@pytest.mark.skipif(not READS_HOST, reason="offloads: Python 3.12, whose jaxlib does")
+def test_two_processes_offload(tmp_path):
+    """Both find out twice whether their hosts have the memory, before and after they compile."""
+    offload = "execution.remat=attention", "execution.offload=gate,up", "model.layers=3"
+    commands = null_gpus.start_two(
+        *null_gpus.tiny("llama31_70b_bf16", *offload, steps=3), folder=tmp_path,
+        **null_gpus.environment(1),
+    )  # fmt: skip
+    for command in commands:
+        assert command.wait().status == 0, command.text
+    assert (commands[0].record["status"], len(commands[0].steps)) == ("completed", 3)
+
+
 @pytest.mark.nightly
 def test_a_killed_run_resumes(tmp_path):
     cache = ("--compilation-cache", tmp_path / "cache")
