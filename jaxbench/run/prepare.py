@@ -2,10 +2,11 @@
 
 import json
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxbench.base.errors import RecipeError, listed
 from jaxbench.base.files import foreign, new_folder, owned
@@ -42,35 +43,62 @@ def prepare(run: Run, options: Options, held: ExitStack) -> tuple[Run, Session |
     return replace(run, steps=start["steps"]), session
 
 
+class Begin(NamedTuple):
+    """How a run begins: its number of steps, the checkpoints to start from, newest first, and the
+    reasons why newer ones are skipped."""
+
+    steps: int
+    checkpoints: Sequence[Path] = ()
+    skipped: Sequence[str] = ()
+
+
 def _decide(run: Run, options: Options, held: ExitStack) -> dict[str, Any] | None:
     """The number of `steps` and, as JSON, the fields of the session; None if the run is completed.
     Makes the folder and becomes its owner. Raises RecipeError for a mistake, and RunFailed if no
     checkpoint can be read."""
-    recipe, steps = recipes.describe(run), run.steps
-    readable: list[Path] = []
-    skipped: list[str] = []
-    if options.restore is not None:
-        readable, skipped = saved_checkpoints.readable(options.restore, recipe)
-        done = int(readable[0].name)
-        steps = done + 1 if options.steps is None else steps
-        if done >= steps:
-            raise RecipeError(f"--steps {steps}: the checkpoint {readable[0]} has as many already")
-        first, end = options.profile_steps
-        if options.profile and not (first < steps and end > done):
-            raise RecipeError(
-                f"--profile-steps {first}-{end}: this run has steps {done} to {steps - 1}"
-            )
+    old = options.output if options.resume else None
+    new = old is None or not any((old / name).exists() for name in RUN_FILES)
+    begin = _begin(run, options) if new else None  # a mistake leaves no folder behind
     folder = _own(run, options, held)
-    if options.resume:
-        record = folder / "run.json"
-        if record.exists() and _is_completed(record, replace(run, steps=steps)):
-            return None
-        if any((folder / saved_checkpoints.FOLDER).glob("[0-9]*")):
-            readable, skipped = saved_checkpoints.readable(folder, recipe)
-    return {
-        "folder": str(folder), "checkpoints": [*map(str, readable)], "skipped": skipped,
-        "steps": steps,
+    if not new:
+        begin = _resume(run, options, folder)
+    return begin and {
+        "folder": str(folder), "steps": begin.steps, "skipped": [*begin.skipped],
+        "checkpoints": [*map(str, begin.checkpoints)],
     }  # fmt: skip
+
+
+def _begin(run: Run, options: Options) -> Begin:
+    """A run that begins from `--restore`, or else with new weights."""
+    if options.restore is None:
+        return Begin(run.steps)
+    readable, skipped = saved_checkpoints.readable(options.restore, recipes.describe(run))
+    done = int(readable[0].name)
+    steps = done + 1 if options.steps is None else run.steps
+    if done >= steps:
+        raise RecipeError(f"--steps {steps}: the checkpoint {readable[0]} has as many already")
+    first, end = options.profile_steps
+    if options.profile and not (first < steps and end > done):
+        raise RecipeError(
+            f"--profile-steps {first}-{end}: this run has steps {done} to {steps - 1}"
+        )
+    return Begin(steps, readable, skipped)
+
+
+def _resume(run: Run, options: Options, folder: Path) -> Begin | None:
+    """A run that goes on from its own checkpoints. If it has none yet, it begins again. None if it
+    is completed."""
+    record = folder / "run.json"
+    if record.exists():
+        if options.restore is not None and options.steps is None:
+            # What `--restore` names may have been trained further, or deleted.
+            run = replace(run, steps=_work(record)["steps"])
+        if _is_completed(record, run):
+            return None
+        options = replace(options, steps=run.steps)
+    if saved_checkpoints.numbered(folder / saved_checkpoints.FOLDER):
+        return Begin(run.steps, *saved_checkpoints.readable(folder, recipes.describe(run)))
+    return _begin(run, options)
 
 
 def _own(run: Run, options: Options, held: ExitStack) -> Path:
@@ -95,22 +123,26 @@ def _own(run: Run, options: Options, held: ExitStack) -> Path:
 def _is_completed(path: Path, run: Run) -> bool:
     """Returns whether the recorded run is completed. Raises RecipeError if it is not `run`: devices
     and mesh may differ, but the work may not."""
-
-    def work(recipe: dict[str, Any]) -> dict[str, Any]:
-        batch = {key: recipe["batch"][key] for key in ("global_batch", "sequence_length")}
-        keys = ("recipe", "model", "precision", "optimizer", "steps", "seed")
-        return {"batch": batch, **{key: recipe[key] for key in keys}}
-
-    record = records.read(path)
-    requested = work(json.loads(json.dumps(recipes.describe(run))))
-    try:
-        recorded = work(record["recipe"])
-    except (LookupError, TypeError) as error:
-        reason = f"no {error}" if isinstance(error, LookupError) else "its recipe has another form"
-        raise RecipeError(f"--resume: {path} is no record of this version: {reason}") from error
+    requested = _work_of(json.loads(json.dumps(recipes.describe(run))))
     texts = [
-        f"{name} is {there}, not {here}" for name, here, there in differing(requested, recorded)
+        f"{name} is {there}, not {here}" for name, here, there in differing(requested, _work(path))
     ]
     if texts:
         raise RecipeError(f"--resume: {path} is another run, whose {listed(texts, 3, '; ')}")
-    return record["status"] == "completed"
+    return records.read(path)["status"] == "completed"
+
+
+def _work(path: Path) -> dict[str, Any]:
+    """The work of a recorded run. Raises RecipeError for a record of another version."""
+    try:
+        return _work_of(records.read(path)["recipe"])
+    except (LookupError, TypeError) as error:
+        reason = f"no {error}" if isinstance(error, LookupError) else "its recipe has another form"
+        raise RecipeError(f"--resume: {path} is no record of this version: {reason}") from error
+
+
+def _work_of(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The settings that all starts of a run have in common."""
+    batch = {key: recipe["batch"][key] for key in ("global_batch", "sequence_length")}
+    keys = ("recipe", "model", "precision", "optimizer", "steps", "seed")
+    return {"batch": batch, **{key: recipe[key] for key in keys}}

@@ -13,7 +13,7 @@ from jaxbench.recipe.build import differing
 FOLDER = "checkpoints"
 """Subfolder of a run for its checkpoints."""
 
-STATE, RECIPE = "state", "recipe"
+ITEMS = STATE, RECIPE = "state", "recipe"
 """Items of a checkpoint: the arrays and the recipe."""
 
 COMMIT = "commit_success.txt"
@@ -25,8 +25,13 @@ HISTORY = "dtype", "scaling", "amax_history"
 
 def steps(folder: Path) -> list[int]:
     """Step numbers of the complete checkpoints in a folder, in ascending order."""
+    return sorted(int(path.name) for path in numbered(folder) if unreadable(path) is None)
+
+
+def numbered(folder: Path) -> list[Path]:
+    """The checkpoints in a folder. While Orbax writes one, its name is not only a number."""
     paths = folder.iterdir() if folder.is_dir() else ()
-    return sorted(int(p.name) for p in paths if p.name.isdecimal() and unreadable(p) is None)
+    return [path for path in paths if path.name.isdecimal()]
 
 
 def readable(path: Path, recipe: dict[str, Any]) -> tuple[list[Path], list[str]]:
@@ -37,11 +42,9 @@ def readable(path: Path, recipe: dict[str, Any]) -> tuple[list[Path], list[str]]
     from the recipe's. Raises RunFailed if none can be read. This looks only at metadata: data that
     cannot be read show when the state is restored.
     """
-    folders = [folder for folder in (path / FOLDER, path) if folder.is_dir()]
-    numbered = ([p for p in folder.iterdir() if p.name.isdecimal()] for folder in folders)
-    found = next(filter(None, numbered), [])
-    if not found and path.name.isdecimal() and path.is_dir():
-        found = [path]
+    found = numbered(path / FOLDER) or numbered(path)
+    if not found and path.name.isdecimal() and any((path / item).exists() for item in ITEMS):
+        found = [path]  # it is no run of a Slurm job, whose folder is a number too
     if not found:
         raise RecipeError(f"{path} has no checkpoint")
     good: list[Path] = []

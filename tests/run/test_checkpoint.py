@@ -215,8 +215,11 @@ def test_what_is_no_checkpoint_is_refused(whole, tmp_path):
     assert (tmp_path / "5" / "notes.txt").read_text() == "mine"
     unfinished = tmp_path / "run" / "checkpoints" / "4.orbax-checkpoint-tmp"
     shutil.copytree(whole.path, unfinished)
-    with pytest.raises(RecipeError, match="has no checkpoint"):
-        saved_checkpoints.readable(tmp_path / "run", recipe)
+    for name in ("run", "2242"):  # a number, as the folder of a Slurm job is
+        unfinished.parent.parent.rename(tmp_path / name)
+        unfinished = tmp_path / name / "checkpoints" / "4.orbax-checkpoint-tmp"
+        with pytest.raises(RecipeError, match="has no checkpoint"):
+            saved_checkpoints.readable(tmp_path / name, recipe)
 
 
 def cut(path, size=20):
@@ -274,6 +277,45 @@ def test_a_profile_of_steps_that_a_restored_run_has_not_is_refused(window, whole
     with ExitStack() as held, pytest.raises(RecipeError, match=f"--profile-steps {window}: this"):
         prepare.prepare(whole.run, options, held)
     assert not (tmp_path / "new").exists()
+
+
+def begun(run, *options):
+    """The number of steps and the checkpoint that a command line begins with."""
+    arguments = parse_arguments(["--config", "x", *map(str, options)])
+    with ExitStack() as held:
+        planned, session = prepare.prepare(run, arguments, held)
+    return planned.steps, session and session.checkpoint
+
+
+def killed(folder, run, *checkpoints):
+    """The folder of a run that was killed while it saved."""
+    (folder / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir(parents=True)
+    record = {"status": "running", "recipe": recipes.describe(run), "starts": [], "resumed_at": []}
+    (folder / "run.json").write_text(json.dumps(record))
+    for path in checkpoints:
+        shutil.copytree(path, folder / "checkpoints" / path.name)
+    return folder
+
+
+def test_a_run_that_was_killed_while_it_saved_for_the_first_time_begins_again(whole, tmp_path):
+    folder = killed(tmp_path / "2242", whole.run)
+    assert begun(whole.run, "--output", folder, "--resume") == (8, None)
+
+
+def test_a_restored_run_that_resumes_no_longer_needs_what_it_was_restored_from(whole, tmp_path):
+    """It has checkpoints of its own, and its number of steps is the recorded one."""
+    restored_from = tmp_path / "source" / "6"
+    shutil.copytree(whole.path, restored_from)
+    restore = "--restore", restored_from
+    seven = replace(whole.run, steps=7)
+    assert begun(whole.run, "--output", tmp_path / "new", *restore) == (7, restored_from)
+    early = "--output", killed(tmp_path / "early", seven), "--resume", *restore
+    assert begun(whole.run, *early) == (7, restored_from)
+    late = "--output", killed(tmp_path / "late", seven, whole.path), "--resume", *restore
+    shutil.rmtree(restored_from)
+    assert begun(whole.run, *late) == (7, tmp_path / "late" / "checkpoints" / "6")
+    with pytest.raises(RecipeError, match="has no checkpoint"):
+        begun(whole.run, *early)
 
 
 def test_a_truncated_checkpoint_is_one_line(whole, tmp_path):
