@@ -106,20 +106,25 @@ def compare(a: Sequence[Result], b: Sequence[Result], threshold: float) -> Compa
 
 
 def _draw(runs: list[np.ndarray], generator: np.random.Generator) -> np.ndarray:
-    """The means of resampled sets of runs, `[DRAWS]`."""
-    per_run = np.stack([_resampled(times, generator) for times in runs])
-    chosen = generator.integers(len(runs), size=(len(runs), DRAWS))
-    return np.take_along_axis(per_run, chosen, axis=0).mean(axis=0)
+    """The means of resampled sets of runs, `[DRAWS]`. A run that is drawn twice gets other steps
+    each time."""
+    total = np.zeros(DRAWS)
+    for chosen in generator.integers(len(runs), size=(len(runs), DRAWS)):
+        for number, times in enumerate(runs):
+            of_run = chosen == number
+            total[of_run] += _resampled(times, int(of_run.sum()), generator)
+    return total / len(runs)
 
 
-def _resampled(times: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """The means of steps drawn from a run, `[DRAWS]`. It works in batches, since a run may be
+def _resampled(times: np.ndarray, draws: int, generator: np.random.Generator) -> np.ndarray:
+    """The means of steps drawn from a run, `[draws]`. It works in batches, since a run may be
     long."""
     batch = max(1, DRAWN_AT_ONCE // len(times))
-    return np.concatenate([
-        times[generator.integers(len(times), size=(min(batch, DRAWS - start), len(times)))].mean(1)
-        for start in range(0, DRAWS, batch)
-    ])  # fmt: skip
+    means = np.empty(draws)
+    for start in range(0, draws, batch):
+        part = means[start : start + batch]
+        part[:] = times[generator.integers(len(times), size=(len(part), len(times)))].mean(1)
+    return means
 
 
 def _outcome(low: float, high: float, threshold: float) -> Outcome:

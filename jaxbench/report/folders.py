@@ -66,6 +66,9 @@ def _run(folder: Path, record: dict[str, Any]) -> RunData:
         published["errata"] = [str(code) for code in published.get("errata") or []]
     gpu = hardware.identify(device)
     begins = [int(step) for step in (record.get("first_step", 0), *record.get("resumed_at", ()))]
+    program = first_of_program(record.get("starts", [{}]))
+    if program >= len(begins):
+        raise ValueError(f"resumed_at has {len(begins) - 1} steps, and starts has more")
     limit = record["hardware"].get("device_memory_bytes") or (gpu.memory if gpu else 0)
     if dated := "started" in record:
         started = datetime.fromisoformat(record["started"]).astimezone(UTC)
@@ -93,7 +96,7 @@ def _run(folder: Path, record: dict[str, Any]) -> RunData:
         dated="record" if dated else "file time",
         record=record,
         begins=begins,
-        program=first_of_program(record.get("starts", [{}])),
+        program=program,
         recorded_window=window,
     )
 

@@ -353,6 +353,15 @@ def test_an_interval_covers_the_truth_as_often_as_it_says(repeats):
     assert 4 <= outside <= 20
 
 
+@pytest.mark.parametrize("count", [2, 8])
+def test_repeats_narrow_an_interval(count, repeats):
+    """By the root of their number, if they do not differ from each other."""
+    (one,) = command.report([Path(repeats("a", 4.7))], None)
+    alone, many = (compare([one] * n, [one] * n, 0.02) for n in (1, count))
+    expected = (alone.high - alone.low) / count**0.5
+    assert many.high - many.low == pytest.approx(expected, rel=0.05)
+
+
 def changed_model(folder, into):
     """A record of the same row with half of the layers, so half of the FLOPs."""
     content = json.loads((folder / "run.json").read_text())
@@ -372,6 +381,16 @@ def test_another_model_has_a_history_of_its_own(record, capsys):
     names = [series["row"] for series in history]
     assert sorted(len(series["runs"]) for series in history) == [1, 2]
     assert all(" TFLOP per GPU" in name for name in names)
+
+
+def test_a_record_whose_starts_do_not_agree_is_one_bad_run(record, capsys):
+    good = record("good")
+    starts = [{"changed": {}}, {"changed": {"recipe.seed": [1, 2]}}]
+    record("edited", starts=starts)
+    assert command.main([str(good.parent), "--format", "csv"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    reason = "its record cannot be read: resumed_at has 0 steps, and starts has more"
+    assert [line.partition(",")[0].rpartition("/")[2] for line in lines if reason in line]
 
 
 FOREIGN = {
