@@ -10,7 +10,7 @@ import jax
 
 from jaxbench import mesh
 from jaxbench.base import hardware
-from jaxbench.base.errors import RecipeError, counted
+from jaxbench.base.errors import RecipeError, RunFailed, counted
 from jaxbench.base.files import as_json, owned, write_json
 from jaxbench.base.hardware import Gpu, placed
 from jaxbench.base.terminal import command, folded, live, write
@@ -93,12 +93,17 @@ def find_remedy(run: Run, plan: Plan, gpu: Gpu, command: str) -> Iterator[str]:
     while len(searching.tried) <= REMEDIES and (batch := searching.batch(1)):
         (candidate,) = batch
         absent = mesh.make_mesh(candidate.mesh_shape, devices)
-        with jax.set_mesh(absent), compiling(candidate):
-            compiled, _, _ = compile_program(candidate, flags.PLANNED | asking, guide)
-        size = Memory.of(compiled, gpu)
-        searching.tried[candidate] = search.Outcome(peak=size.peak, fits=size.fits)
         changes = candidates.changes(candidate, searching.row)
         options = " ".join(f"--set {change}" for change in changes)
+        try:
+            with jax.set_mesh(absent), compiling(candidate):
+                compiled, _, _ = compile_program(candidate, flags.PLANNED | asking, guide)
+        except (jax.errors.JaxRuntimeError, RecipeError, RunFailed) as error:
+            searching.tried[candidate] = search.Outcome(error=str(error))
+            yield f"  cannot be compiled: {options}"
+            continue
+        size = Memory.of(compiled, gpu)
+        searching.tried[candidate] = search.Outcome(peak=size.peak, fits=size.fits)
         if size.fits:
             yield f"  fits with {text.gib(size.peak)}: {command} {options}"
             return

@@ -139,6 +139,21 @@ def test_too_large_a_microbatch_does_not_fit(capsys):
     assert "dot_general" in details
 
 
+@needs_compiler
+def test_settings_that_cannot_be_compiled_are_no_end_of_a_plan(monkeypatch):
+    def fail(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no kernel")
+
+    monkeypatch.setattr(command, "compile_program", fail)
+    run, _ = command.resolve("llama31_8b_bf16", 8, [], H100)
+    plan = replace(made(gpus=8), fits=False)
+    first, *tried, last = command.find_remedy(run, plan, H100, "jaxbench plan")
+    assert first == "  looking for settings with which it fits:"
+    assert tried
+    assert all(line.startswith("  cannot be compiled: --set ") for line in tried)
+    assert last.startswith("  none of these settings makes it fit")
+
+
 def test_without_the_compiler_the_message_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert command.main(ROW) == 2
