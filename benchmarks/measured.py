@@ -120,7 +120,7 @@ def commands(findings: list[dict]) -> list[str]:
     """`jaxbench check`, and row `1` by the training command."""
     found_then = [f for f in findings if f["check"] == "commands"]
     rates = [
-        [str(f["call"]), what, f"{rate['measured']:.0f} {rate['unit']}", f"{rate['expected']:.0f}"]
+        [str(f["call"]), what, f"{rate['median']:.0f} {rate['unit']}", f"{rate['expected']:.0f}"]
         for f in found_then
         for what, rate in f.get("rates", {}).items()
     ]
