@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from jaxbench.base.hardware import Gpu
-from jaxbench.xla.instruction import SOURCE, Instruction, Scope, ints
+from jaxbench.xla.instruction import SOURCE, Instruction, Numbering, Scope, ints
 from jaxbench.xla.rewrites import COLLECTIVES
 
 COUNTS_AS = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
@@ -140,7 +140,7 @@ def completed(i: Instruction, scope: Scope, runs: int = 1) -> Collective | None:
     if kind not in COLLECTIVES:
         return None
     start = i.start(scope)
-    every = groups(start.attributes)
+    every = groups(start.attributes, start.numbering)
     largest = max(map(len, every))
     devices, *others = (group for group in every if len(group) == largest)
     if len(devices) < 2:
@@ -150,18 +150,15 @@ def completed(i: Instruction, scope: Scope, runs: int = 1) -> Collective | None:
 
 
 @cache
-def groups(attributes: str) -> tuple[tuple[int, ...], ...]:
-    """Devices of each replica group. `rewrites` adds `group_mode` to the attributes: whether the
-    ids number replicas, partitions or devices. In that case `{}` is one group of all. Without a
-    mode the ids number devices. Pairs of `source_target_pairs` are sorted by decreasing
-    distance."""
+def groups(attributes: str, numbering: Numbering | None = None) -> tuple[tuple[int, ...], ...]:
+    """Devices of each replica group. `{}` is one group of all. Without a numbering the ids number
+    devices. Pairs of `source_target_pairs` are sorted by decreasing distance."""
     ids = _ids(attributes)
     if "source_target_pairs={}" in attributes:
         return ((0,),)
-    mode = re.search(r"group_mode=(\w+) of (\d+)x(\d+)", attributes)
-    if mode is None:
+    if numbering is None:
         return ids or ((0,),)
-    of, replicas, partitions = mode[1], int(mode[2]), int(mode[3])
+    of, replicas, partitions = numbering.of, numbering.replicas, numbering.partitions
     count = {"partitions": partitions, "devices": replicas * partitions}.get(of, replicas)
     ids = ids or (tuple(range(count)),)
     if of == "devices" or max(map(max, ids)) >= count:  # the latter only in hand-written programs

@@ -14,7 +14,6 @@ from typing import Literal
 
 from jaxbench.base.scopes import ALLOCATES
 from jaxbench.xla.instruction import (
-    COUNTED,
     SOURCE,
     TRIP_COUNT,
     Instruction,
@@ -149,9 +148,8 @@ class Program:
     def _run_uncounted_loops_once(self) -> None:
         for scope in self.computations.values():
             for i in scope.values():
-                if i.opcode == "while" and not (i.attribute(TRIP_COUNT) or i.attribute(COUNTED)):
-                    once = f'{i.attributes} "counted_trips":{{"n":"1"}}'
-                    scope[i.name] = replace(i, attributes=once)
+                if i.opcode == "while" and i.counted is None and not i.attribute(TRIP_COUNT):
+                    scope[i.name] = replace(i, counted=1)
                     self.assumed.append(f"{i.name}: a loop without a trip count, counted once")
 
     def _choose_branches(self) -> None:
@@ -160,8 +158,7 @@ class Program:
             for i in scope.values():
                 if branches := i.branches:
                     largest = max(branches, key=self._size)
-                    chosen = f"{i.attributes}, largest_branch=%{largest}"
-                    scope[i.name] = replace(i, attributes=chosen)
+                    scope[i.name] = replace(i, branch=largest)
                     self.assumed.append(
                         f"{i.name}: the largest of its {len(branches)} branches, {largest}"
                     )

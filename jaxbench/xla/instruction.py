@@ -21,18 +21,28 @@ TARGET, SOURCE = r'custom_call_target="([^"]*)"', r'op_name="([^"]*)"'
 """Patterns of attributes: the target of a custom call, and the JAX operation of an instruction."""
 
 TRIP_COUNT = r'"known_trip_count":\{"n":"(\d+)"'
-COUNTED = r'"counted_trips":\{"n":"(\d+)"'
-"""Patterns of a loop's attributes: the trip count that the compiler knows, and the one that
-`rewrites` adds if the compiler does not know it."""
+"""Pattern of a loop's attribute: the trip count, if the compiler knows it."""
 
-LARGEST = r"largest_branch=%([\w.\-]+)"
-"""Pattern of the attribute in which `rewrites` names the branch of a conditional that counts."""
+
+@dataclass(frozen=True)
+class Numbering:
+    """What the ids in a collective's replica groups number: `replicas`, `partitions`, `devices`, or
+    `both`, which are replicas with all of their partitions. And how many of each there are."""
+
+    of: str
+    replicas: int
+    partitions: int
 
 
 @dataclass(frozen=True)
 class Instruction:
     """A line of HLO: `name = shape opcode(operands), attributes`. The operand of a parameter is its
-    number. The operand of a scalar constant is its value."""
+    number. The operand of a scalar constant is its value.
+
+    Three facts are not in the line; `rewrites` and `Program.parse` find them. `counted` is the trip
+    count of a loop whose count the compiler does not know, `branch` is the branch of a conditional
+    that counts, and `numbering` is how to read a collective's replica groups.
+    """
 
     name: str
     shape: str
@@ -40,6 +50,9 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     is_root: bool = False
+    counted: int | None = None
+    branch: str | None = None
+    numbering: Numbering | None = None
 
     @property
     def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -92,8 +105,7 @@ class Instruction:
         the host (`WhileThunk::ExecuteOnStream`)."""
         roles = ("calls", "body", "to_apply") if self.opcode == "call" else ("calls", "body")
         names = [name for role in roles if (name := self.callee(role))]
-        chosen = self.attribute(LARGEST)
-        names += [chosen] if chosen else self.branches
+        names += [self.branch] if self.branch else self.branches
         found = [(name, self.trips) for name in names]
         if (condition := self.callee("condition")) and not self.attribute(TRIP_COUNT):
             found.append((condition, self.trips + 1))
@@ -115,13 +127,14 @@ class Instruction:
     def trips(self) -> int:
         """The trip count of a loop; 1 for any other instruction. Raises RunFailed if a loop has
         none that can be evaluated."""
-        known = self.attribute(TRIP_COUNT) or self.attribute(COUNTED)
-        if self.opcode == "while" and known is None:
+        known = self.attribute(TRIP_COUNT)
+        trips = int(known) if known else self.counted
+        if self.opcode == "while" and trips is None:
             raise RunFailed(
                 f"FLOPs and bound of the compiled program cannot be counted: its loop {self.name} "
                 "has no trip count"
             )
-        return int(known or 1)
+        return 1 if trips is None else trips
 
 
 def array_shapes(shape: str) -> list[str]:

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from jaxbench.xla.instruction import TRIP_COUNT, Computations, Instruction, Scope, root
+from jaxbench.xla.instruction import TRIP_COUNT, Computations, Instruction, Numbering, Scope, root
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
@@ -41,11 +41,11 @@ def rewrite(computations: Computations, replicas: int, partitions: int) -> None:
                 scope[i.name] = _completing(i, scope[i.operands[0]])
             i = scope[i.name]
             if i.kind in COLLECTIVES:
-                mode = f"group_mode={_mode(i)} of {replicas}x{partitions}"
-                scope[i.name] = replace(i, attributes=f"{i.attributes}, {mode}")
+                numbering = Numbering(_numbered(i), replicas, partitions)
+                scope[i.name] = replace(i, numbering=numbering)
 
 
-def _mode(i: Instruction) -> str:
+def _numbered(i: Instruction) -> str:
     """What the ids of a collective's replica groups number (XLA's `GetCollectiveOpGroupMode`):
     replicas, partitions, replicas with all of their partitions, or devices."""
     if not i.attribute(r"\b(channel_id)="):
@@ -99,7 +99,7 @@ def _with_trip_count(loop: Instruction, scope: Scope, computations: Computations
             trips += 1
     except (KeyError, IndexError):
         return loop
-    return replace(loop, attributes=f'{loop.attributes} "counted_trips":{{"n":"{trips}"}}')
+    return replace(loop, counted=trips)
 
 
 def _evaluate(

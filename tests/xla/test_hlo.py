@@ -584,7 +584,7 @@ def groups_of(kind, attributes, header="replica_count=2, num_partitions=4"):
         f"  ROOT %done = f32[8]{{0}} {kind}(%x), {attributes}, metadata={{}}\n}}\n"
     )
     (i,) = (i for i, _, _ in program.walk() if i.opcode == kind)
-    return collectives.groups(i.attributes)
+    return collectives.groups(i.attributes, i.numbering)
 
 
 @pytest.mark.parametrize(("kind", "attributes"), MODES)
