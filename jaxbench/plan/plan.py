@@ -5,7 +5,7 @@
 
 import math
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,6 @@ class Flops:
     """FLOPs of one device and step. `recompute_ratio` is `compiled` over `model_full`: both count
     attention without its causal mask."""
 
-    model_causal: float
     model_full: float
     compiled: float
     recompute_ratio: float
@@ -154,7 +153,7 @@ class Plan(Step):
     lower_s: float
     compile_s: float
     rates: dict[str, Rates]
-    published: dict[str, Any] | None
+    published: published.Row | None
     without_cudnn: str | None
 
 
@@ -231,7 +230,7 @@ def describe(run: Run, gpu: Gpu, tables: Tables, program: Program, **sizes: Any)
         flops=compiled_flops(run, program),
         stages=stages(run),
         rates=rates,
-        published=asdict(row) if row else None,
+        published=row,
     )
 
 
@@ -274,7 +273,6 @@ def compiled_flops(run: Run, program: Program) -> Flops:
     share = run.batch.global_batch / run.gpus
     full, compiled = model_flops(run, "full") * share, sum(program.flops().values())
     return Flops(
-        model_causal=model_flops(run, "causal") * share,
         model_full=full,
         compiled=compiled,
         recompute_ratio=compiled / full,

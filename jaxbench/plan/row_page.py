@@ -16,7 +16,7 @@ from jaxbench.plan.text import gib, in_gib
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.flops import days_per_1t_tokens
 from jaxbench.recipe.names import gpus_name, work_name
-from jaxbench.recipe.published import ERRATA
+from jaxbench.recipe.published import ERRATA, Row
 from jaxbench.results.plans import MINIMUM_S, part_name
 from jaxbench.xla.hlo import display_name
 from jaxbench.xla.memory import Buffer
@@ -62,8 +62,8 @@ def plan_page(plan: Plan, remedy: str = "") -> str:
         memory=memory_content(plan),
         pipeline=text.pipeline(plan),
         assumptions=[*assumptions(plan)],
-        **step_content(plan, parts(plan), (row["step_time_s"], row["gpu_type"]) if row else None),
-        errata={code: ERRATA[code] for code in (row or {}).get("errata", ())},
+        **step_content(plan, parts(plan), row),
+        errata={code: ERRATA[code] for code in (row.errata if row else ())},
         settings=settings(plan.settings, PARTS),
         flags=sorted(plan.flags.items()),
         file=f"{plan.recipe}-{plan.row}-{plan.target}.json.gz",
@@ -179,11 +179,11 @@ def no_forecast(f: Forecast) -> tuple[str, str]:
     return "Why is there no forecast?", f"We do not know what these calls compute: {calls}."
 
 
-def _why_it_differs(plan: Plan, row: dict[str, Any]) -> tuple[str, str]:
-    published_s, gpu = row["step_time_s"], row["gpu_type"]
+def _why_it_differs(plan: Plan, row: Row) -> tuple[str, str]:
+    published_s = row.step_time_s
     step = f"The published step, {three_digits(published_s)} s, is of another program"
-    if gpu != plan.target:
-        return "Why does it differ from the published step?", f"{step} on {gpu.upper()}."
+    if row.gpu_type != plan.target:
+        return "Why does it differ from the published step?", f"{step} on {row.gpu.name}."
     change, within = plan.forecast_step_s / published_s - 1, plan.forecast.interval
     question = "How near is it to the published step?"
     if abs(change) >= NEAR:
@@ -197,7 +197,7 @@ def _why_it_differs(plan: Plan, row: dict[str, Any]) -> tuple[str, str]:
 
 
 def step_content(
-    step: Step, seconds: dict[str, float], published: tuple[float, str] | None = None
+    step: Step, seconds: dict[str, float], published: Row | None = None
 ) -> dict[str, Any]:
     """The content that the page of any step has: the seconds of its forecast by part, next to a
     published step and its GPU."""
@@ -205,7 +205,9 @@ def step_content(
     shown, bound = named_parts(seconds), named_parts(step.bound_parts_s)
     return {
         "steps": bars_of_steps(step, seconds, published),
-        "full": max(step.bound_step_s, f.interval.high_s, *(published or ())[:1]),
+        "full": max(
+            step.bound_step_s, f.interval.high_s, published.step_time_s if published else 0.0
+        ),
         "parts": [
             bar._replace(text=f"{bar.length:.3f} s, {100 * bar.length / f.step_s:.1f} %")
             for bar in waterfall({} if f.unknown else shown, SECONDS)
@@ -273,9 +275,7 @@ def total_bar(name: str, size: int, limit: int) -> Bar:
     return Bar("ours" if size <= limit else "over", name, 0, size, in_gib(size))
 
 
-def bars_of_steps(
-    step: Step, seconds: dict[str, float], published: tuple[float, str] | None
-) -> list[Bar]:
+def bars_of_steps(step: Step, seconds: dict[str, float], published: Row | None) -> list[Bar]:
     """Bound, forecast and published step with its GPU. The forecast has its parts and interval."""
     f, bound_s = step.forecast, step.bound_step_s
     bars = [Bar("bound", "bound: no step can be faster", 0, bound_s, f"{three_digits(bound_s)} s")]
@@ -285,9 +285,9 @@ def bars_of_steps(
         interval = f.interval.low_s, f.interval.high_s
         bars.append(Bar("ours", "forecast", 0, f.step_s, figure, pieces, interval))
     if published:
-        published_s, gpu = published
-        name = f"published on {gpu.upper()}: another program"
-        bars.append(Bar("total", name, 0, published_s, f"{three_digits(published_s)} s"))
+        name = f"published on {published.gpu.name}: another program"
+        seconds_there = published.step_time_s
+        bars.append(Bar("total", name, 0, seconds_there, f"{three_digits(seconds_there)} s"))
     return bars
 
 

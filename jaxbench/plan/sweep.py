@@ -89,7 +89,7 @@ def cells(plan: Plan, gpu: str) -> dict[str, str]:
         "high s": f"{plan.forecast.interval.high_s:.3f}",
         "assumed %": f"{100 * plan.forecast.interval.assumed:.0f}",
         "forecast MFU %": mfu("forecast"),
-        "published s": str(row["step_time_s"]) if row else "",
+        "published s": str(row.step_time_s) if row else "",
         "published MFU %": mfu("published"),
         "launches": str(plan.launches),
         "compile s": f"{plan.compile_s:.0f}",

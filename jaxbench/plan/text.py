@@ -90,7 +90,7 @@ def answer(plan: Plan) -> str:
         lines.append(f"  step       {f.step_s:.3f} s ({within}), {rates}")
     if row:
         rates = _rates(plan, "published", count="")
-        lines.append(f"  published  {row['step_time_s']} s on {row['gpu_type'].upper()}, {rates}")
+        lines.append(f"  published  {row.step_time_s} s on {row.gpu.name}, {rates}")
     return "\n".join(lines)
 
 
@@ -274,9 +274,8 @@ def _rests_on(f: Forecast) -> str:
 def _published(plan: Plan) -> list[str]:
     if (row := plan.published) is None:
         return []
-    mfu = f"; MFU {row['mfu_pct']} % as its source prints it" if row["mfu_pct"] else ""
+    mfu = f"; MFU {row.mfu_pct} % as its source prints it" if row.mfu_pct else ""
     return [
-        f"published   {row['step_time_s']} s on {row['gpu_type'].upper()}, "
-        f"{_rates(plan, 'published')}{mfu}",
-        *(f"  {code:10} {ERRATA[code]}" for code in row["errata"]),
+        f"published   {row.step_time_s} s on {row.gpu.name}, {_rates(plan, 'published')}{mfu}",
+        *(f"  {code:10} {ERRATA[code]}" for code in row.errata),
     ]

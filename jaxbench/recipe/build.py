@@ -7,6 +7,7 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from itertools import repeat
 from typing import Any
 
 from jaxbench.base.errors import RecipeError, meant
@@ -89,6 +90,9 @@ def restored(kind: Any, value: Any) -> Any:
         return kind(**{name: restored(hints[name], of) for name, of in value.items()})  # type: ignore[operator]
     if origin is list:
         return [restored(inner[0], of) for of in value]
+    if origin is tuple:
+        kinds = repeat(inner[0]) if inner[-1] is Ellipsis else inner
+        return tuple(restored(of_kind, of) for of_kind, of in zip(kinds, value, strict=False))
     return {key: restored(inner[1], of) for key, of in value.items()} if origin is dict else value
 
 

@@ -121,7 +121,7 @@ def test_days_are_those_that_the_source_prints():
     by_hand = 1e12 / (128 * 4096) * 6.999 / (24 * 3600)
     rate = plan.rates["forecast"].tokens_per_s_per_gpu * plan.gpus
     assert days_per_1t_tokens(rate) == pytest.approx(by_hand)
-    assert by_hand == pytest.approx(plan.published["days_per_1t_tokens"], abs=0.01)
+    assert by_hand == pytest.approx(plan.published.days_per_1t_tokens, abs=0.01)
     said = said_by(plan_page(plan))
     assert "155 days for 1 trillion tokens on 64 H100s; 237,000 GPU hours" in said
     # Of a model that was shortened or changed they would say nothing.

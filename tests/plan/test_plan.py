@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 
@@ -176,7 +176,7 @@ def test_a_published_mfu_is_the_one_of_the_list(planned, row, line, errata):
     found = published.lookup(run)
     plan = read(planned[1] / "plan.json")
     known = plan.rates | {"published": rates_of(run, H100, found.step_time_s)}
-    plan = replace(plan, published=asdict(found), rates=known)
+    plan = replace(plan, published=found, rates=known)
     text_lines = text.details(plan).splitlines()
     at = next(i for i, found in enumerate(text_lines) if found.startswith("published"))
     assert line in text_lines[at]
@@ -231,7 +231,7 @@ def test_a_plan_begins_with_the_answer():
     assert name.startswith(f"{plan.recipe}, row {plan.row}: ")
     assert re.fullmatch(r"  fits +\d+\.\d of \d+\.\d GiB per GPU", fits)
     assert step.startswith(f"  step       {plan.forecast_step_s:.3f} s (90 % interval ")
-    assert published.startswith(f"  published  {plan.published['step_time_s']} s on H100, ")
+    assert published.startswith(f"  published  {plan.published.step_time_s} s on H100, ")
     size = replace(plan.bytes_per_device, peak=plan.bytes_per_device.limit + 2**30)
     too_big = text.answer(replace(plan, bytes_per_device=size, published=None)).splitlines()
     assert too_big[1].startswith("  DOES NOT FIT ")
