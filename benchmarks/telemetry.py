@@ -79,7 +79,7 @@ def prepared(gpus):
     recipe = recipes.load("llama31_8b_bf16")
     run = recipes.resolve(recipe, 8, devices=gpus, overrides=overrides)
     jax.set_mesh(mesh.make_mesh(run.mesh_shape))
-    program, *_ = compile_program(run)
+    program = compile_program(run).program
     return program, jax.block_until_ready(jax.jit(lambda: init_state(run))())
 
 

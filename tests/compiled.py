@@ -55,7 +55,7 @@ class Compiled:
         devices = compile_only_devices(gpu, self.run.gpus)
         self.mesh = mesh.make_mesh(self.run.mesh_shape, devices)
         with jax.set_mesh(self.mesh), captured_stderr() as written:
-            self.compiled, _, _ = compile_program(self.run, guide=guide)
+            self.compiled = compile_program(self.run, guide=guide).program
         self.warnings = written[0]
         self.program = parse_program(self.compiled, self.run)
         self.collectives = collectives_of(self.program)

@@ -120,7 +120,7 @@ def program(run: Run) -> Any:
     """The compiled program of a run, without `check_program`, which does not recognise FP8 in
     Triton matmuls."""
     with jax.set_mesh(mesh.make_mesh(run.mesh_shape)):
-        return compile_program(run)[0]
+        return compile_program(run).program
 
 
 def compiles(ctx: Context) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Capability
 from jaxbench.recipe.model import ModelConfig
 
+AMPERE: Capability = (8, 0)
 HOPPER: Capability = (9, 0)
 
 

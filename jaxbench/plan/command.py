@@ -97,7 +97,7 @@ def find_remedy(run: Run, plan: Plan, gpu: Gpu, command: str) -> Iterator[str]:
         options = " ".join(f"--set {change}" for change in changes)
         try:
             with jax.set_mesh(absent), compiling(candidate):
-                compiled, _, _ = compile_program(candidate, flags.PLANNED | asking, guide)
+                compiled = compile_program(candidate, flags.PLANNED | asking, guide).program
         except (jax.errors.JaxRuntimeError, RecipeError, RunFailed) as error:
             searching.tried[candidate] = search.Outcome(error=str(error))
             yield f"  cannot be compiled: {options}"

@@ -33,7 +33,7 @@ from jaxbench.jax_internals import kernel_names, profile_events
 from jaxbench.recipe.settings import Run
 from jaxbench.run.cache import cache_in
 from jaxbench.train.loop import run_steps
-from jaxbench.train.program import Guide, compile_program
+from jaxbench.train.program import Compiled, Guide, compile_program
 from jaxbench.xla import flags
 from jaxbench.xla.hlo import PROFILED
 
@@ -93,7 +93,7 @@ def profile_window(
 
 def compile_without_graphs(
     run: Run, extra_options: dict[str, Any] | None = None, guide: Guide | None = None
-) -> tuple[Any, float, float]:
+) -> Compiled:
     """`compile_program` without CUDA graphs, which hide kernels from JAX's profiler. We use no
     cache: a program that XLA loads from a cache has CUDA graphs, whatever its compiler options
     (seen with jax 0.10.2 on null GPUs)."""
@@ -190,7 +190,7 @@ def compile_with_pgle(
     """
     say(f"PGLE: timing {TIMED_STEPS} steps, then profiling {PROFILED_STEPS}")
     before = [s["step_time_s"] for s in run_steps(replace(run, steps=TIMED_STEPS), program)]
-    collecting, *_ = compile_without_graphs(run, guide=broadcast_guide("visible schedule"))
+    collecting = compile_without_graphs(run, guide=broadcast_guide("visible schedule")).program
     trace, path = folder / "pgle", (folder / "pgle" / "profile.pb").absolute()
     last = 1 + PROFILED_STEPS
     start, stop = partial(jax.profiler.start_trace, trace), jax.profiler.stop_trace

@@ -113,9 +113,8 @@ def conclude(recorder: Recorder, outcome: Outcome) -> None:
 
 def hung(recorder: Recorder, reason: str) -> None:
     """Says and records why the watchdog ends this process, and where its threads are."""
-    tell(f"error: {reason}")
     faulthandler.dump_traceback(sys.stderr.fileno())
-    recorder.finish("failed", reason, "hang")
+    conclude(recorder, Outcome("failed", reason, "hang"))
 
 
 def end(recorder: Recorder, watchdog: Watchdog, outcome: Outcome, number: signal.Signals) -> None:

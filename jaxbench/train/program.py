@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -22,12 +22,20 @@ Guide = Callable[[Program, Gpu], str]
 of a job need the same profile: with different ones they may order collectives differently."""
 
 
+class Compiled(NamedTuple):
+    """The executable of a step, and the seconds that its lowering and its compilation took."""
+
+    program: Any
+    lower_s: float
+    compile_s: float
+
+
 def compile_program(
     run: Run,
     extra_options: dict[str, Any] | None = None,
     guide: Guide | None = None,
-) -> tuple[Any, float, float]:
-    """(executable, seconds to lower, seconds to compile) of a step on the current mesh.
+) -> Compiled:
+    """Compiles a step for the current mesh.
 
     If the recipe wants a guided schedule, the program is compiled again with the profile that
     `guide` makes of the first one; without `guide`, XLA's own estimates stay.
@@ -58,7 +66,7 @@ def compile_program(
                 f"{name} cannot be {value}: expected a value of type {kind}"
             ) from error
         raise
-    return compiled, lowered_at - start, time.perf_counter() - lowered_at
+    return Compiled(compiled, lowered_at - start, time.perf_counter() - lowered_at)
 
 
 def forecast_gpu(run: Run) -> Gpu | None:

@@ -222,7 +222,7 @@ def test_a_profile_reaches_the_scheduler(tmp_path):
         rb"\n(?:[\x80-\xff].|.)([\w.-]+)\x12.(custom-call|fusion|(?:all|reduce)-[a-z-]+)", re.DOTALL
     )
     with jax.set_mesh(mesh.make_mesh(tiny.mesh_shape, compile_only_devices(H100, 8))):
-        program, *_ = compile_program(tiny)
+        program = compile_program(tiny).program
         orders = [instruction.findall(program.as_text())]
         (module,) = program.runtime_executable().hlo_modules()
         names = profiled.findall(module.as_serialized_hlo_module_proto())
@@ -233,7 +233,7 @@ def test_a_profile_reaches_the_scheduler(tmp_path):
         path.write_bytes(encode(costs))
         for _ in range(2):
             assert profiling.coverage(path.read_bytes(), program) == 1.0
-            compiled, *_ = compile_program(tiny, {flags.PGLE: str(path)})
+            compiled = compile_program(tiny, {flags.PGLE: str(path)}).program
             orders.append(instruction.findall(compiled.as_text()))
     assert profiling.coverage(encode({"another": 1.0}), program) == 0.0
     assert orders[1] == orders[2]

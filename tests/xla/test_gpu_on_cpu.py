@@ -41,7 +41,7 @@ def first_step(run):
 def first_step_of_gpu(run):
     """The same, by the program that is compiled for an H100."""
     with jax.set_mesh(mesh.make_mesh(run.mesh_shape, compile_only_devices(H100, 1))):
-        compiled, _, _ = compile_program(run)
+        compiled = compile_program(run).program
     with mesh_of(run):
         state = new_state(run)
         results = execute(compiled, jax.tree.leaves(state))

@@ -17,7 +17,7 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Capability
 from jaxbench.ops import implementations
 from jaxbench.ops.attention import cudnn, plain
-from jaxbench.ops.implementations import Task
+from jaxbench.ops.implementations import AMPERE, Task
 from jaxbench.recipe.mixers import AnyAttentionConfig
 from jaxbench.recipe.settings import Execution
 
@@ -27,8 +27,8 @@ class Implementation:
     """A kernel, or XLA's matmuls, by which attention is computed.
 
     `call` takes one device's query (`B S N H`), key (`B S K H`) and value (`B S K V`), then scale,
-    window and sinks as `attend` does. `fp32` is false for a kernel that takes no fp32 operands, and
-    `platforms` are the platforms on which the kernel runs (None: all).
+    window and sinks as `attend` does. `fp32` is false for a kernel that takes no fp32 operands. A
+    kernel for GPUs needs the compute capability `least` or later; one for everything has None.
 
     `calls` are the custom calls that a compiled step must contain; a kernel without any compiles to
     plain matmuls. `refusal` returns why the kernel cannot compute a model at a sequence length on
@@ -37,7 +37,7 @@ class Implementation:
     """
 
     call: Callable[..., jax.Array]
-    platforms: tuple[str, ...] | None = None
+    least: Capability | None = None
     fp32: bool = True
     calls: tuple[str, ...] = ()
     refusal: Callable[[AnyAttentionConfig, int, Capability | None], str | None] = lambda *_: None
@@ -47,7 +47,7 @@ class Implementation:
 IMPLEMENTATIONS = {
     "cudnn": Implementation(
         call=cudnn.call,
-        platforms=("gpu",),
+        least=AMPERE,
         fp32=False,
         calls=cudnn.CALLS,
         refusal=cudnn.refusal,
@@ -68,11 +68,9 @@ def choose(execution: Execution, task: Task) -> str:
 
     def mismatch(name: str) -> str | None:
         kernel = IMPLEMENTATIONS[name]
-        if kernel.platforms and task.platform not in kernel.platforms:
-            return f"does not run on a {task.platform}"
-        if task.dtype == "fp32" and not kernel.fp32:
-            return "computes no fp32 attention"
-        return None
+        no_fp32 = "computes no fp32 attention"
+        refused = no_fp32 if task.dtype == "fp32" and not kernel.fp32 else None
+        return implementations.not_on(kernel.least, task) or refused
 
     chosen = implementations.choose("attention", execution.attention, IMPLEMENTATIONS, mismatch)
     mixer, refusal = task.cfg.attention_mixer, IMPLEMENTATIONS[chosen].refusal
