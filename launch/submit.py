@@ -289,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.dry_run or Variables(os.environ).flag("DRY_RUN"):
             print(job.script())
             print("# the resolved recipe:")
-            recipe = json.loads(json.dumps(recipes.describe(job.run)))  # lists, not tuples
+            recipe = recipes.describe(job.run)
             print(yaml.safe_dump(recipe, sort_keys=False), end="")
             print("".join(f"# {line}\n" for line in job.remarks()), end="")
             return 0

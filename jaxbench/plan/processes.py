@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import wraps
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
@@ -138,8 +139,8 @@ def cached(path: Path, run: Run, gpu: Gpu) -> Plan | None:
         plan = read(path / "plan.json")
     except RecipeError:
         return None
-    expected = {
-        "settings": json.loads(json.dumps(recipes.describe(run))),
+    expected: dict[str, Any] = {
+        "settings": recipes.describe(run),
         "flags": flags.options(run, "gpu"),
         "system": system(placed(gpu, run.gpus)),
         "versions": versions() | {"commit": plan.versions["commit"]},

@@ -6,6 +6,7 @@ the H100. Another GPU may have a table too, under its name, and its rows replace
 same number of GPUs (`Recipe.on`). Everything is checked here, before any slow work.
 """
 
+import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -224,8 +225,8 @@ def _label(
 
 
 def describe(run: Run) -> dict[str, Any]:
-    """The run as plain values, including what follows from it, for records and golden files."""
-    values = asdict(run)
+    """The run as values of JSON, including what follows from it, for records and golden files."""
+    values = json.loads(json.dumps(asdict(run)))  # lists, not tuples
     values["parallelism"] = {"data": run.data, **values["parallelism"]}
     values["batch"] |= {"microbatch": run.microbatch, "accumulation": run.accumulation}
     return values

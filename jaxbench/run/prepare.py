@@ -1,6 +1,5 @@
 """Prepares a session: output folder, checkpoint to restore, number of steps."""
 
-import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -123,7 +122,7 @@ def _own(run: Run, options: Options, held: ExitStack) -> Path:
 def _is_completed(path: Path, run: Run) -> bool:
     """Returns whether the recorded run is completed. Raises RecipeError if it is not `run`: devices
     and mesh may differ, but the work may not."""
-    requested = _work_of(json.loads(json.dumps(recipes.describe(run))))
+    requested = _work_of(recipes.describe(run))
     texts = [
         f"{name} is {there}, not {here}" for name, here, there in differing(requested, _work(path))
     ]

@@ -86,16 +86,15 @@ def unreadable(path: Path) -> str | None:
 def _difference(path: Path, recipe: dict[str, Any]) -> str:
     """How the state of a checkpoint differs from a recipe's, in the words of settings; empty if it
     does not differ."""
-    here = json.loads(json.dumps(recipe))
     there = json.loads((path / RECIPE / "metadata").read_text())
-    names = HISTORY if _history(here) != _history(there) else ()
+    names = HISTORY if _history(recipe) != _history(there) else ()
     here, there = (
         {
             "model": r["model"],
             "optimizer": {"moments": r.get("optimizer", {}).get("moments", "fp32")},
             "precision": {name: r["precision"].get(name) for name in names},
         }
-        for r in (here, there)
+        for r in (recipe, there)
     )
     return ", ".join(
         f"{name}: {value} here, {other} in the checkpoint"
