@@ -7,14 +7,17 @@ root=$(CDPATH= cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ -z "${JAXBENCH_SYSTEM:-}" ] || . "$root/launch/env/$JAXBENCH_SYSTEM.sh"
 
 venv=${JAXBENCH_VENV:-$root/.venv}
-python=python3 # in a container
-[ ! -x "$venv/bin/python" ] || python=$venv/bin/python
+python=python3
+if [ -z "${RUN_CONF_IMAGE:-}" ] || [ -n "${JAXBENCH_VENV:-}" ]; then # an image has packages of its own
+  [ ! -x "$venv/bin/python" ] || python=$venv/bin/python
+fi
 # Use only packages of the environment: none from PYTHONPATH, from the working directory, or from the user's home.
 unset "${!PYTHON@}"
 export PYTHONPATH=$root PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1
 
-# JAX gives a Slurm task only the device of its local id. The only process of a node needs all devices.
-if [ "${JAXBENCH_LOCAL_DEVICES:-1}" -gt 1 ] && [ "${SLURM_NTASKS_PER_NODE:-0}" = 1 ]; then
+# JAX gives a Slurm task only the device of its local id, and a process without others every device that it sees. The only
+# process of a node needs those of the job, which may be fewer than the node has.
+if [ -n "${JAXBENCH_LOCAL_DEVICES:-}" ] && [ "${SLURM_NTASKS_PER_NODE:-0}" = 1 ]; then
   export JAX_LOCAL_DEVICE_IDS=$(seq -s, 0 $((JAXBENCH_LOCAL_DEVICES - 1)))
 fi
 

@@ -87,9 +87,14 @@ def srun_error(messages):
         task = next(filter(None, tasks), None)
         found = dict(task.groupdict() if task else {}, **found)
     rank = found.get("rank")
-    node = found.get("node") or node_of(rank)
+    node = one_node(found.get("node") or "") or node_of(rank)
     where = f"rank {rank} on {node or 'a node'}" if rank else node or "a node"
     return cause, f"{where}: {reason.format(**found)}", node
+
+
+def one_node(name):
+    """The name, if srun names one node; empty for several, as in `n[1-2]`."""
+    return "" if "[" in name or "," in name else name
 
 
 def node_of(rank):

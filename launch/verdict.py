@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from slurm_says import TASK, ended_by_slurm, job_state, slurms, srun_error
+from slurm_says import TASK, ended_by_slurm, job_state, one_node, slurms, srun_error
 
 from jaxbench.base.errors import STATUS
 
@@ -214,7 +214,7 @@ def by_processes(step, folder, start, code, first, messages):
         task = re.search(TASK, messages)
         if task:
             reason = "lost rank {rank} on {node} ({what})".format(**task.groupdict())
-            return Verdict("failed", "lost", reason, code, True, task.group("node"))
+            return Verdict("failed", "lost", reason, code, True, one_node(task.group("node")))
         errors = [line for line in messages.splitlines() if "error" in line][:1]
         reason = "; ".join(["lost a node, or no process could be started", *errors])
         return Verdict("failed", "lost a node", reason, code, began)

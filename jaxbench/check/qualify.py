@@ -328,6 +328,8 @@ def srun(nodes: tuple[str, ...], folder: Path, stage: Stage, options: Options) -
     devices = f"--cpu-devices={options.cpu_devices}" if options.cpu_devices else "--local-devices=1"
     check = [sys.executable, "-m", "jaxbench", "check", devices, f"--output={folder.absolute()}"]
     check += [*([f"--minutes={minutes}"] if minutes else []), *(["--sizes"] if stage.sizes else [])]
+    # As launch/slurm.sbatch starts it: Slurm's default may be one core for each process.
+    words += ["--cpu-bind=none", "--mpi=none", "--distribution=block", "--kill-on-bad-exit=1"]
     return ["srun", "--exclusive", *words, *(f"--{option}" for option in options.srun), *check]
 
 

@@ -16,7 +16,7 @@ import jax
 
 from jaxbench.base.errors import STATUS, RecipeError, RunFailed, cause_of, listed
 from jaxbench.cluster.ending import tell
-from jaxbench.cluster.membership import Membership, membership
+from jaxbench.cluster.membership import Membership, membership, own_devices
 from jaxbench.jax_internals import coordination_client
 
 ARRIVAL_S = 900.0
@@ -38,8 +38,9 @@ are stopped, so it would end a healthy job when the job continues."""
 
 
 def join(watched: bool = False) -> None:
-    """Connects this process to the others that a launcher started. Does nothing for a single
-    process. With a watchdog, which does this better, JAX does not look for silent processes.
+    """Connects this process to the others that a launcher started, and takes the GPUs that it gave
+    to this process. With a watchdog, which does this better, JAX does not look for silent
+    processes.
 
     Launchers are Slurm's srun, and any that sets `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and
     `JAX_PROCESS_ID`. Raises RecipeError for variables that name no job, and for a coordinator that
@@ -52,6 +53,9 @@ def join(watched: bool = False) -> None:
     jax.config.update("jax_check_proxy_envs", False)
     found = membership(os.environ)
     if found is None:
+        # JAX reads the variable itself only in a job of several processes.
+        if own := own_devices(os.environ):
+            jax.config.update("jax_cuda_visible_devices", ",".join(map(str, own)))
         return
     found.check(node())
     silence: dict[str, Any] = {"heartbeat_timeout_seconds": SUSPENDED_S} if watched else {}

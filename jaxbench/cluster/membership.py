@@ -100,9 +100,9 @@ def membership(variables: Mapping[str, str]) -> Membership | None:
                 "the launcher that did not start this process"
             )
     if first == COUNT:
-        return Membership(*_address(variables[ADDRESS]), *place, ADDRESS, _devices(variables))
+        return Membership(*_address(variables[ADDRESS]), *place, ADDRESS, own_devices(variables))
     if first == SLURM:
-        return Membership(*_of_slurm(variables), *place, NODES, _devices(variables))
+        return Membership(*_of_slurm(variables), *place, NODES, own_devices(variables))
     if found:
         raise RecipeError(
             f"{_shown(first, place)}: this launcher does not say where rank 0 is; set {ADDRESS}, "
@@ -156,9 +156,9 @@ def _of_slurm(variables: Mapping[str, str]) -> tuple[str, int]:
     return host, FIRST_PORT + (job + 1009 * later) % PORTS
 
 
-def _devices(variables: Mapping[str, str]) -> list[int] | None:
+def own_devices(variables: Mapping[str, str]) -> list[int] | None:
     """The GPUs of this process: the ones in `JAX_LOCAL_DEVICE_IDS`, or under srun its own one. None
-    for all."""
+    for all. Raises RecipeError for a value that is no list of numbers."""
     name = "JAX_LOCAL_DEVICE_IDS"
     if text := variables.get(name):
         if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", text):

@@ -31,6 +31,10 @@ from jaxbench.cluster.watchdog import Watchdog
 from jaxbench.run.records import Recorder
 from jaxbench.run.saved_checkpoints import FOLDER, RECIPE, STATE, steps
 
+SAVE_S = 4 * 3600
+"""The longest time for a save in the background. The state of 405B has 4.9 TB, for which the 20
+minutes that Orbax gives are too short on many file systems; the watchdog ends a save that hangs."""
+
 
 class Checkpoints:
     """A pause (`train.loop.Pause`) that saves the state into `<folder>/checkpoints`.
@@ -68,6 +72,7 @@ class Checkpoints:
                     async_options=ocp.AsyncOptions(
                         post_finalization_callback=self._completed,
                         barrier_sync_fn=_unless_failed(get_barrier_sync_fn()),
+                        timeout_secs=SAVE_S,
                     ),
                 ),
             )
@@ -147,8 +152,8 @@ def _set_aside(folder: Path, start: int) -> None:
 
 def _unless_failed(barrier: Callable[..., None]) -> Callable[..., None]:
     """A barrier of Orbax at which a process does not wait if its own save failed. The other
-    processes wait for its part of the checkpoint, so they would keep it there for the ten minutes
-    that Orbax gives a save."""
+    processes wait for its part of the checkpoint, so they would keep it there for as long
+    as a save may take."""
 
     def wait(*, key: str, timeout_ms: int) -> None:
         if sys.exc_info()[0] is None:

@@ -1,5 +1,6 @@
 """The command `jaxbench train`: resolves the run, checks it, and starts the session."""
 
+import os
 import sys
 from contextlib import ExitStack, suppress
 
@@ -8,6 +9,7 @@ import jax
 from jaxbench.base.errors import RecipeError, RunFailed
 from jaxbench.base.hardware import Gpu, identify
 from jaxbench.cluster import devices, ending, job
+from jaxbench.cluster.membership import membership
 from jaxbench.jax_internals import READS_HOST
 from jaxbench.recipe import derived_rows, recipes
 from jaxbench.recipe.activations import host_bytes
@@ -28,7 +30,8 @@ def main(argv: list[str] | None = None) -> int:
             recipe = recipes.load(options.config)
             overrides = recipes.parse_overrides(options.set)
             check_arguments(options)
-            if options.profile == "nsys":
+            found = membership(os.environ)
+            if options.profile == "nsys" and (found.rank if found else 0) in options.profile_ranks:
                 profiling.check_nsys()
             run, prepared = prepare(join_and_resolve(options, recipe, overrides), options, held)
         except (RecipeError, RunFailed, OSError, jax.errors.JaxRuntimeError) as error:

@@ -13,7 +13,7 @@ import jax
 from jaxbench.base.errors import RecipeError, RunFailed, counted
 from jaxbench.base.hardware import HOST_FRACTION, MEMORY_FRACTION, Gpu, host_memory, identify
 from jaxbench.cluster import job, nvml
-from jaxbench.cluster.membership import membership
+from jaxbench.cluster.membership import membership, own_devices
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -33,7 +33,7 @@ def expected_devices() -> tuple[int, Gpu | None]:
     gpus, found = nvml.gpus(), membership(os.environ)
     if not gpus:
         raise RecipeError("NVML reports no GPU")
-    here = len((found and found.local_devices) or gpus)
+    here = len(own_devices(os.environ) or gpus)
     return here * (found.count if found else 1), identify(gpus[0].name or "")
 
 

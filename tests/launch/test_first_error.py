@@ -71,6 +71,7 @@ TASK_2 = "srun: error: n1: task 2: "
         ),
         (f"{TASK_2}Bus error\nsrun: error: n0: task 0: Killed\n", "lost",
          "lost rank 2 on n1 (Bus error)"),
+        ("srun: error: n[0-1]: tasks 0-3: Killed\n", "lost", "lost rank 0 on n[0-1] (Killed)"),
         ("srun: error: Unable to create step: Invalid user id\nsrun: error: b\n", "lost a node",
          "lost a node, or no process could be started; srun: error: Unable to create step: "),
         (
@@ -89,6 +90,14 @@ def test_the_first_error_of_srun_decides_where_no_process_does(
     assert code != 0
     assert (record["status"], record["cause"]) == ("failed", cause)
     assert record["reason"].startswith(reason)
+
+
+@pytest.mark.parametrize(("node", "excluded"), [("n1", "n1"), ("n[0-1]", "")])
+def test_only_a_single_node_is_left_out(node, excluded, decided, monkeypatch):
+    """srun may name all nodes of a job at once."""
+    monkeypatch.setenv("JAXBENCH_EXCLUDE_SLOW", "true")
+    (_, _, nodes, _), _ = decided(f"srun: error: {node}: tasks 0-3: Killed\n")
+    assert nodes == excluded
 
 
 def test_a_check_says_in_its_file_what_it_found(decided, tmp_path):

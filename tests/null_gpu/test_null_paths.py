@@ -3,6 +3,8 @@
 import json
 import re
 import signal
+import subprocess
+import sys
 
 import null_gpus
 import pytest
@@ -133,6 +135,24 @@ def test_a_job_with_too_little_memory_ends_before_it_compiles(tmp_path):
     assert (command.status, command.err.count("\n")) == (4, 1), command.text
     assert "but Slurm gave the job only 0.0 GiB (SLURM_MEM_PER_NODE; sbatch --mem=0" in command.err
     assert "compiling" not in command.out
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_a_job_takes_only_its_gpus_of_a_larger_node(gpus, tmp_path):
+    """One process, which sees all eight, under launch/run.sh."""
+    words = null_gpus.tiny("llama31_8b_bf16", "parallelism.fsdp=1", gpus=gpus, steps=3)
+    job = {
+        "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "JAXBENCH_VENV": sys.prefix,
+        "SLURM_NTASKS_PER_NODE": "1", "JAXBENCH_LOCAL_DEVICES": str(gpus),
+    }  # fmt: skip
+    folder = "--output", tmp_path / "run"
+    done = subprocess.run(
+        ["bash", "launch/run.sh", *map(str, (*words, "--local-devices", gpus, *folder))],
+        cwd=ROOT, env=job | null_gpus.environment(8), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (record["status"], record["hardware"]["devices"]) == ("completed", gpus)
 
 
 @pytest.mark.skipif(not READS_HOST, reason="offloads: Python 3.12, whose jaxlib does")

@@ -16,7 +16,7 @@ from mistakes import assert_mistake
 from tiny import mesh_of, tiny_run
 
 from jaxbench import mesh
-from jaxbench.base.errors import RunFailed
+from jaxbench.base.errors import RecipeError, RunFailed
 from jaxbench.base.hardware import H100
 from jaxbench.jax_internals import kernel_names
 from jaxbench.plan.absent import compile_only_devices
@@ -63,6 +63,20 @@ def test_a_window_opens_once_and_always_closes(start, steps, stopped_at, acted):
 )
 def test_what_cannot_be_is_refused_before_anything_starts(options, message, capsys):
     assert_mistake(command.main, [*TINY[:2], *options], message, capsys)
+
+
+@pytest.mark.parametrize(("rank", "message"), [("8", "joined"), ("7", "--profile nsys: start it")])
+def test_only_processes_that_are_profiled_have_to_be_under_nsys(rank, message, monkeypatch, capsys):
+    """launch/run.sh starts no other one under it, by default none beyond the first eight."""
+
+    def join(*_):
+        raise RecipeError("joined")
+
+    monkeypatch.setattr(command, "join_and_resolve", join)
+    for name, value in (("COORDINATOR_ADDRESS", "n0:99"), ("NUM_PROCESSES", "16")):
+        monkeypatch.setenv(f"JAX_{name}", value)
+    monkeypatch.setenv("JAX_PROCESS_ID", rank)
+    assert_mistake(command.main, [*TINY[:2], "--profile", "nsys"], message, capsys)
 
 
 @pytest.mark.slow
