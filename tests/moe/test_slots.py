@@ -12,17 +12,16 @@ from jaxbench.recipe import recipes
 from jaxbench.recipe.mixers import ExpertsConfig
 from jaxbench.results.window import PUBLISHED
 
-ROWS = [
-    (recipe.on(PLANNED.get(gpu)), row)
+RUNS = {
+    f"{recipe.name}, {row}, {gpu or 'h100'}": recipes.resolve(recipe.on(PLANNED.get(gpu)), row)
     for recipe in recipes.load_all()
     for gpu in (None, *recipe.gpu_rows)
     for row in recipe.on(PLANNED.get(gpu)).rows
     if row != "smoke"
-]
-RUNS = [recipes.resolve(recipe, row) for recipe, row in ROWS]
+}
 RANDOM = {
-    f"{run.recipe}, {run.gpus}, {run.mesh_text()}": run
-    for run in RUNS
+    name: run
+    for name, run in RUNS.items()
     if run.model.dropless and run.model.experts.routing == "random"
 }
 
