@@ -2,8 +2,8 @@
 
 It has DeepSeek-V3's layers, so only what differs is written here. Dimensions:
 NVIDIA-NeMo/Megatron-Bridge at commit e25e494, models/kimi/kimi_provider.py, which has those of the
-model's public config.json; confirmed by the published counts of parameters (1.04T, 32.6B active)
-and of FLOPs.
+model's public config.json. Our count of FLOPs is the published one. We count 1.026T parameters,
+32.9B of them active with the embedding and 31.7B without; the paper has 1.04T and 32.6B.
 """
 
 from dataclasses import replace
