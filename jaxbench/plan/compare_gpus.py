@@ -47,18 +47,20 @@ def main(argv: Sequence[str] | None) -> int:
     """Returns 0, or 1 if no cell fits."""
     options = parse_options(argv)
     configs, changes = chosen(options.config)
+    targets = [with_system(target, options.system) for target in options.gpu]
     check_compiler()
     with owned(options.output) if options.output else nullcontext():
-        return _compare(options, configs, [*changes, *options.set])
+        return _compare(options, configs, [*changes, *options.set], targets)
 
 
-def _compare(options: Options, configs: dict[str, Recipe], changes: list[str]) -> int:
+def _compare(
+    options: Options, configs: dict[str, Recipe], changes: list[str], targets: Sequence[Target]
+) -> int:
     """Plans and prints all cells of some recipes with `changes`. Returns the exit status."""
     assumed = Assumed(
         mtbf_gpu_hours=options.mtbf, storage_gb_s=options.storage, restart_s=60 * options.restart
     )
     limit = (options.limit or LIMIT) if options.search else None
-    targets = [with_system(target, options.system) for target in options.gpu]
     cells = []
     for target in targets:
         price, power = options.price.get(target.name), target.gpu.power
