@@ -173,7 +173,7 @@ def read_file(options: Options, target: Target) -> int:
     return 0
 
 
-def run(options: Options, target: Target) -> int:
+def execute(options: Options, target: Target) -> int:
     """Runs what the options ask of one GPU. Returns the exit status."""
     if options.profile or options.hlo:
         return read_file(options, target)
@@ -204,4 +204,4 @@ def main(argv: Sequence[str] | None) -> int:
     with ExitStack() as held:
         for path in filter(None, (options.dump, options.output)):
             held.enter_context(owned(path))
-        return run(options, targets[0])
+        return execute(options, targets[0])

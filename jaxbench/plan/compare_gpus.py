@@ -247,7 +247,7 @@ def figures(plan: Plan, share: float, tokens: float, price: float | None, power:
         rests_on={name: seconds / f.step_s for name, seconds in f.rests_on.items()},
         assumed_rates=f.interval.assumed,
         published_step_s=row.step_time_s if row else None,
-        published_gpu=row.gpu.name if row else None,
+        published_gpu=row.gpu_type if row else None,
     )
 
 

@@ -99,7 +99,7 @@ def _rests(figures: Figures) -> str:
     assumed = f"{100 * figures.assumed_rates:.0f} % of the step rests on assumed rates"
     texts = [f"step: {shares}", assumed if figures.assumed_rates else ""]
     if figures.published_step_s and figures.published_gpu:
-        published = f"published on {figures.published_gpu}: {figures.published_step_s} s"
+        published = f"published on {figures.published_gpu.upper()}: {figures.published_step_s} s"
         texts.append(f"{published} for the same work, by another program")
     return "; ".join(filter(None, texts))
 

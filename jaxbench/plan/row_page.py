@@ -286,8 +286,8 @@ def bars_of_steps(step: Step, seconds: dict[str, float], published: Row | None) 
         bars.append(Bar("ours", "forecast", 0, f.step_s, figure, pieces, interval))
     if published:
         name = f"published on {published.gpu.name}: another program"
-        seconds_there = published.step_time_s
-        bars.append(Bar("total", name, 0, seconds_there, f"{three_digits(seconds_there)} s"))
+        published_s = published.step_time_s
+        bars.append(Bar("total", name, 0, published_s, f"{three_digits(published_s)} s"))
     return bars
 
 

@@ -68,7 +68,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
 def restored(kind: Any, value: Any) -> Any:
     """A value of the type `kind` from the JSON of a record, which `asdict` made. `kind` is a
     dataclass, or a type that holds some. Raises TypeError for a value of another type, and for
-    missing or unexpected fields."""
+    missing or unexpected fields; ValueError for a tuple of another length."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
@@ -91,8 +91,8 @@ def restored(kind: Any, value: Any) -> Any:
     if origin is list:
         return [restored(inner[0], of) for of in value]
     if origin is tuple:
-        kinds = repeat(inner[0]) if inner[-1] is Ellipsis else inner
-        return tuple(restored(of_kind, of) for of_kind, of in zip(kinds, value, strict=False))
+        kinds = repeat(inner[0], len(value)) if inner[-1] is Ellipsis else inner
+        return tuple(restored(of_kind, of) for of_kind, of in zip(kinds, value, strict=True))
     return {key: restored(inner[1], of) for key, of in value.items()} if origin is dict else value
 
 

@@ -87,12 +87,15 @@ def _begin(run: Run, options: Options) -> Begin:
 def _resume(run: Run, options: Options, folder: Path) -> Begin | None:
     """A run that goes on from its own checkpoints. If it has none yet, it begins again. None if it
     is completed."""
-    record = folder / "run.json"
-    if record.exists():
+    path = folder / "run.json"
+    if path.exists():
+        record = records.read(path)
+        recorded = _recorded_work(record, path)
         if options.restore is not None and options.steps is None:
             # What `--restore` names may have been trained further, or deleted.
-            run = replace(run, steps=_work(record)["steps"])
-        if _is_completed(record, run):
+            run = replace(run, steps=recorded["steps"])
+        _check_same(recorded, run, path)
+        if record["status"] == "completed":
             return None
         options = replace(options, steps=run.steps)
     if saved_checkpoints.numbered(folder / saved_checkpoints.FOLDER):
@@ -119,22 +122,21 @@ def _own(run: Run, options: Options, held: ExitStack) -> Path:
     return folder
 
 
-def _is_completed(path: Path, run: Run) -> bool:
-    """Returns whether the recorded run is completed. Raises RecipeError if it is not `run`: devices
-    and mesh may differ, but the work may not."""
+def _check_same(recorded: dict[str, Any], run: Run, path: Path) -> None:
+    """Raises RecipeError if the recorded work is not that of `run`: devices and mesh may differ,
+    but the work may not."""
     requested = _work_of(recipes.describe(run))
     texts = [
-        f"{name} is {there}, not {here}" for name, here, there in differing(requested, _work(path))
+        f"{name} is {there}, not {here}" for name, here, there in differing(requested, recorded)
     ]
     if texts:
         raise RecipeError(f"--resume: {path} is another run, whose {listed(texts, 3, '; ')}")
-    return records.read(path)["status"] == "completed"
 
 
-def _work(path: Path) -> dict[str, Any]:
+def _recorded_work(record: dict[str, Any], path: Path) -> dict[str, Any]:
     """The work of a recorded run. Raises RecipeError for a record of another version."""
     try:
-        return _work_of(records.read(path)["recipe"])
+        return _work_of(record["recipe"])
     except (LookupError, TypeError) as error:
         reason = f"no {error}" if isinstance(error, LookupError) else "its recipe has another form"
         raise RecipeError(f"--resume: {path} is no record of this version: {reason}") from error

@@ -13,7 +13,7 @@ from jaxbench.recipe.build import differing
 FOLDER = "checkpoints"
 """Subfolder of a run for its checkpoints."""
 
-ITEMS = STATE, RECIPE = "state", "recipe"
+STATE, RECIPE = "state", "recipe"
 """Items of a checkpoint: the arrays and the recipe."""
 
 COMMIT = "commit_success.txt"
@@ -43,8 +43,10 @@ def readable(path: Path, recipe: dict[str, Any]) -> tuple[list[Path], list[str]]
     cannot be read show when the state is restored.
     """
     found = numbered(path / FOLDER) or numbered(path)
-    if not found and path.name.isdecimal() and any((path / item).exists() for item in ITEMS):
-        found = [path]  # it is no run of a Slurm job, whose folder is a number too
+    # The folder of a Slurm job is a number too, but holds no item of a checkpoint.
+    is_checkpoint = (path / STATE).exists() or (path / RECIPE).exists()
+    if not found and path.name.isdecimal() and is_checkpoint:
+        found = [path]
     if not found:
         raise RecipeError(f"{path} has no checkpoint")
     good: list[Path] = []

@@ -26,8 +26,9 @@ TRIP_COUNT = r'"known_trip_count":\{"n":"(\d+)"'
 
 @dataclass(frozen=True)
 class Numbering:
-    """What the ids in a collective's replica groups number: `replicas`, `partitions`, `devices`, or
-    `both`, which are replicas with all of their partitions. And how many of each there are."""
+    """What the ids in a collective's replica groups number (`of`): `replicas`, `partitions`,
+    `devices`, or `both`, which are replicas with all of their partitions. `replicas` and
+    `partitions` are the numbers of them in the program."""
 
     of: str
     replicas: int
