@@ -15,7 +15,7 @@ from tiny import mesh_of, tiny_run, to_numpy
 
 from jaxbench import mesh
 from jaxbench.models.layers import Weight
-from jaxbench.ops import dense, quantized
+from jaxbench.ops import dense, quantized, remat
 from jaxbench.ops.quantized import per_tensor
 from jaxbench.recipe.settings import Precision
 from jaxbench.train.step import train_step
@@ -164,6 +164,30 @@ def test_product_and_gradients(mesh_name, kind, scaling, implementation, request
         (history,) = histories
         np.testing.assert_array_equal(history[0, 0, :, 0], amax)
         np.testing.assert_array_equal(history[0, 0, :, 1:], np.tile(amax[:, None], (1, 3)))
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+def test_a_recomputed_input_keeps_its_scale(scaling):
+    """The backward pass reads the gradient for its amax, and the recomputed input not again."""
+    equation, *_, y_dims, x_shape, w_shape = EQUATIONS["out"]
+    precision = Precision(dtype="fp8", scaling=scaling, amax_history=4)
+    policy = remat.Policy(frozenset())
+
+    def apply(x, weights, *_):
+        return dense.dot(equation, x, weights[0].qkv, y_dims), ()
+
+    def total(x, unit):
+        return remat.checkpoint(apply, policy)(x, (unit,), None, None)[0].sum()
+
+    with on("one device"):
+        stack = OneProduct(jnp.ones((1, *w_shape), jnp.bfloat16))
+        histories = quantized.init_histories([stack], precision)
+        step = quantized.Quantization.of([stack], histories, precision)
+        (scaled,) = step.scaled(step.probes)
+        unit = quantized.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, scaled)))
+        x = jnp.ones(x_shape, jnp.bfloat16)
+        program = str(jax.make_jaxpr(jax.grad(total))(x, unit))
+    assert program.count("reduce_max[") == 2
 
 
 @pytest.mark.nightly

@@ -32,19 +32,26 @@ def _dot(x, weight, observed, stored, scale_inv, matmul):
 def _forward(x, weight, observed, stored, scale_inv, matmul):
     current, dims = observed is None, mesh.gathered_dims(stored, matmul.experts)
 
-    def local(x, stored, scale_inv, matmul):
+    def local_amax(x, matmul):
         with matmul.scope():
-            amax = amax_of(x)
-            scale_inv_x = scale_inv_of(amax, VALUES) if current else scale_inv[0]
+            return amax_of(x)[None]
+
+    def local(x, amax, stored, scale_inv, matmul):
+        with matmul.scope():
+            scale_inv_x = scale_inv_of(amax[0], VALUES) if current else scale_inv[0]
             quantized = quantize(x, scale_inv_x, VALUES)
             weight = gather_quantized(stored, dims, scale_inv[1])
-            y = matmul.result(quantized, scale_inv_x, weight, scale_inv[1])
-        return y, quantized, amax[None]
+            return matmul.result(quantized, scale_inv_x, weight, scale_inv[1]), quantized
 
-    specs = matmul.y_spec, mesh.spec_of(x), mesh.per_device()
+    # The backward pass may quantize x again. It takes the scale from the saved amax, so that it
+    # reads x once.
+    amax = save(
+        mesh.on_each_device(local_amax, mesh.per_device(), check_vma=False)(x, matmul), ALWAYS
+    )
+    specs = matmul.y_spec, mesh.spec_of(x)
     run = mesh.on_each_device(local, specs, check_vma=False)
-    y, quantized, amax = run(x, stored, scale_inv, matmul)
-    return y, (quantized, save(amax, ALWAYS), stored, scale_inv, observed, matmul)
+    y, quantized = run(x, amax, stored, scale_inv, matmul)
+    return y, (quantized, amax, stored, scale_inv, observed, matmul)
 
 
 def _backward(residuals, dy):
