@@ -97,7 +97,7 @@ class Precision:
     Without a pipeline, a replica reduces the gradients of each microbatch in bf16"""
     scaling: Literal["delayed", "current"] = "delayed"
     """where the FP8 scale of a tensor comes from: the amax of the last `amax_history` steps
-    (`delayed`, as published), or the tensor itself (`current`)"""
+    (`delayed`), or the tensor itself (`current`)"""
     amax_history: int = 1024
     """steps whose amax `delayed` scaling considers"""
     last_bf16_layers: int = 0
