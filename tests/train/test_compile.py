@@ -52,6 +52,9 @@ def test_block_scaled_products_and_what_they_move(dtype):
     assert quantized_matmuls(row.program, dtype) == {
         (f"stacks.0.layers.{name}", True): 3 * 2 for name in weights
     }
+    matmuls = [i for i, _, _ in row.program.walk() if i.target == "__cudnn$blockScaledDot"]
+    # In NVFP4 the last operand is the scale of the whole result.
+    assert {len(i.operands) for i in matmuls} == {5 if dtype == "nvfp4" else 4}
     kinds = Counter()
     for work, runs, _ in row.program.works():
         kinds[work.kind] += runs

@@ -35,6 +35,10 @@ from jaxbench.ops.quantized.per_tensor import amax_of
 from jaxbench.recipe.checks import require
 from jaxbench.recipe.settings import AXES, BLOCKS, Precision
 
+BLOCK_SCALED_DOT = "__op$block_scaled_dot"
+"""The custom call that XLA replaces by cuDNN's block-scaled matmul. `jax.nn.scaled_matmul` makes it
+too, but without its last operand, the scale of a whole result (XLA's block_scaling_rewriter.h)."""
+
 Copies = dict[str, Blocks | Array]
 """The quantized copies (`Blocks.packed`) of a weight `[.., D, O]`, by the names of `copies`. A copy
 that cannot be quantized at rest is replaced by the weight itself."""
@@ -325,15 +329,23 @@ def operand(w: Blocks, side: str) -> Blocks:
 
 
 def multiply(a: Blocks, b: Blocks) -> Float[Array, "E m n"]:
-    """`[E, m, k]` times the transpose of `[E, n, k]`, in bf16. Blocks run along k."""
+    """`[E, m, k]` times the transpose of `[E, n, k]`, in bf16. Blocks run along k.
+
+    On a GPU cuDNN's kernel multiplies its sums in fp32 by the scale of both tensors together. XLA
+    takes this scale in bf16, which rounds it as much as the result.
+    """
     if mesh.platform() != "gpu":  # jax 0.10 has no such matmul on a CPU
         wide = jnp.einsum("emk,enk->emn", dequantized(a), dequantized(b))
         return wide.astype(jnp.bfloat16)
     (experts, m, k), n = a.values.shape, b.values.shape[1]
-    with latency_hint(2 * experts * m * n * k, a.format):
-        y = jax.nn.scaled_matmul(
-            a.values, b.values, a.scales, b.scales, preferred_element_type=jnp.bfloat16
-        )
+    operands = [a.values, b.values, a.scales, b.scales]
     if a.inverse is not None and b.inverse is not None:
-        y = y.astype(jnp.float32) * (a.inverse * b.inverse)
-    return y.astype(jnp.bfloat16)
+        operands.append((a.inverse * b.inverse).astype(jnp.bfloat16))
+    call = jax.ffi.ffi_call(
+        BLOCK_SCALED_DOT,
+        jax.ShapeDtypeStruct((experts, m, n), jnp.bfloat16),
+        custom_call_api_version=2,
+        legacy_backend_config="",
+    )
+    with latency_hint(2 * experts * m * n * k, a.format):
+        return call(*operands)
