@@ -66,8 +66,13 @@ HIDDEN = (1 / 3, 2 / 3)
 pass)."""
 
 HIDING = 0.5
-"""We assume that a guided schedule, sums in each layer, or more `expert_parts` leave this share of
-the exposed communication. It decides only which candidate is compiled first."""
+"""We assume that another schedule (guided, or with few collectives in flight), sums in each layer,
+or more `expert_parts` leave this share of the exposed communication. It decides only which
+candidate is compiled first."""
+
+FEW_IN_FLIGHT = 1, 2
+"""Limits of collectives in flight to try instead of the limit of `tuned`. If kernels are short next
+to collectives, XLA's scheduler hides more with a lower limit than with that of `tuned`."""
 
 NEW_AXIS = 0.01
 """We assume that an axis which the base does not have costs this share of the step for each
@@ -110,6 +115,11 @@ def other_options(run: Run, fixed: frozenset[str] = frozenset()) -> Iterator[Run
     if precision.dtype == "fp8" and "precision.gather" not in fixed:
         gather = replace(precision, gather="bf16" if precision.gather == "fp8" else "fp8")
         yield replace(run, precision=gather)
+    if execution.xla_flags == "tuned" and "execution.xla_flags" not in fixed:
+        for limit in FEW_IN_FLIGHT:
+            few = replace(execution, xla_flags=f"tuned,{flags.IN_FLIGHT}={limit}")
+            if flags.options(run, "gpu") != flags.options(replace(run, execution=few), "gpu"):
+                yield replace(run, execution=few)
 
 
 def merged(a: Run, b: Run, base: Run) -> Run | None:
@@ -415,7 +425,9 @@ def _remaining(run: Run, base: Run, axes: str) -> float:
 
     def hiding(run: Run) -> int:
         in_layers = "data" in axes and run.execution.replica_sums == "layer"
-        return flags.guided(run) + in_layers + ("expert" in axes and run.execution.expert_parts > 1)
+        in_parts = "expert" in axes and run.execution.expert_parts > 1
+        scheduled = flags.guided(run) or flags.IN_FLIGHT in run.execution.xla_flags
+        return scheduled + in_layers + in_parts
 
     return HIDING ** (hiding(run) - hiding(base))
 

@@ -21,6 +21,9 @@ from jaxbench.xla.hlo import Concurrency
 
 Options = dict[str, bool | int | str]
 
+IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+"""The option that limits how many asynchronous collectives may be in flight at a time."""
+
 TUNED: Options = {
     # Matmuls by cuBLASLt: autotuning them against Triton needs the GPU at compile time, and it
     # varies from run to run.
@@ -38,7 +41,7 @@ TUNED: Options = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     # Queue several collectives: with one at a time in flight, a small gather waits until a large
     # one is done, and is then exposed.
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    IN_FLIGHT: 4,
     # By default the scheduler hides nothing more once it estimates that temporaries fill 95 % of
     # what arguments and outputs leave. Its estimate is far above what is then allocated. `plan`
     # shows whether a row fits.
@@ -62,7 +65,7 @@ SCATTERED, GATHERED = 2**25, 2**24
 70B has 27 MB on each of 64 ranks. Longer messages hide their latency; joining would only delay
 them."""
 
-GUIDED: Options = TUNED | {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
+GUIDED: Options = TUNED | {IN_FLIGHT: 8}
 """`tuned` for programs that are compiled again with a profile of the forecast's own times
 (`forecast.guide`). The scheduler then knows how long collectives and copies take, so it may queue
 more of them."""
@@ -71,7 +74,7 @@ UNPIPELINED: Options = {"xla_gpu_pipeline_reduce_scatter": "COLLECTIVE_PIPELININ
 """Replaces `PIPELINED` for hybrids. They scan blocks of many layers, which hide each other's
 collectives. A second block per loop body would only take memory."""
 
-UNROLLED: Options = UNPIPELINED | {"xla_gpu_experimental_parallel_collective_overlap_limit": 1}
+UNROLLED: Options = UNPIPELINED | {IN_FLIGHT: 1}
 """Replaces `PIPELINED` without remat, when layers are unrolled (`ops.layer_stack`). The scheduler
 sees the whole pass, and starts each collective early enough (docs/reference/xla_flags.md has the
 times of other choices). With pipelining over microbatches, all layers' weights would be gathered at

@@ -21,6 +21,7 @@ from jaxbench.plan.candidates import least_state
 from jaxbench.plan.plan import parts, read
 from jaxbench.plan.search import Outcome, Search
 from jaxbench.recipe import flops, planned, recipes
+from jaxbench.xla import flags
 
 RECIPE = """
 model: llama31_8b
@@ -322,6 +323,17 @@ def test_two_changes_at_a_time_keep_what_the_user_sets(monkeypatch):
     first = searching.row
     other_layout = [e for e in found if candidates.layout(e) != candidates.layout(first)]
     assert any(candidates.options(each) != candidates.options(first) for each in other_layout)
+
+
+@pytest.mark.parametrize(("remat", "limits"), [("full", {"1", "2"}), ("none", {"2"})])
+def test_fewer_collectives_in_flight_are_tried_than_the_set_has(remat, limits, monkeypatch):
+    """Without remat layers are unrolled, where `tuned` has one in flight."""
+    monkeypatch.setattr(flags, "jax_release", lambda: (0, 11))
+    saved = f"execution.remat={remat}", "execution.offload=none"
+    run = row("llama2_70b_bf16", 64, "execution.xla_flags=tuned", *saved)
+    changed = {each.execution.xla_flags for each in candidates.other_options(run)}
+    assert changed - {"tuned", "guided"} == {f"tuned,{flags.IN_FLIGHT}={n}" for n in limits}
+    assert not [*candidates.other_options(run, frozenset({"execution.xla_flags"}))]
 
 
 def test_an_option_that_made_a_candidate_slower_is_not_tried_again():
