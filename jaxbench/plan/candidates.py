@@ -71,8 +71,9 @@ or more `expert_parts` leave this share of the exposed communication. It decides
 candidate is compiled first."""
 
 FEW_IN_FLIGHT = 1, 2
-"""Limits of collectives in flight to try instead of the limit of `tuned`. If kernels are short next
-to collectives, XLA's scheduler hides more with a lower limit than with that of `tuned`."""
+"""Limits of collectives in flight to try instead of the limit of `tuned`. All share one queue, so
+with few in flight, small collectives over NVLink wait less for large ones over the network
+(docs/reference/xla_flags.md, *Collectives in flight*)."""
 
 NEW_AXIS = 0.01
 """We assume that an axis which the base does not have costs this share of the step for each

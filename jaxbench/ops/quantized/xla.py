@@ -43,11 +43,10 @@ def _forward(x, weight, observed, stored, scale_inv, matmul):
             weight = gather_quantized(stored, dims, scale_inv[1])
             return matmul.result(quantized, scale_inv_x, weight, scale_inv[1]), quantized
 
-    # The backward pass may quantize x again. It takes the scale from the saved amax, so that it
-    # reads x once.
-    amax = save(
-        mesh.on_each_device(local_amax, mesh.per_device(), check_vma=False)(x, matmul), ALWAYS
-    )
+    # A recomputation quantizes x again. It takes the scale from the saved amax, so that it reads x
+    # once.
+    observe = mesh.on_each_device(local_amax, mesh.per_device(), check_vma=False)
+    amax = save(observe(x, matmul), ALWAYS)
     specs = matmul.y_spec, mesh.spec_of(x)
     run = mesh.on_each_device(local, specs, check_vma=False)
     y, quantized = run(x, amax, stored, scale_inv, matmul)
