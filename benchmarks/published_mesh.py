@@ -5,14 +5,15 @@ low. The published mesh was not. Next to each other, the two ratios to the publi
 much of a row's gain comes from the mesh.
 
     python benchmarks/published_mesh.py [ROW ..]     # plans what is missing, for instance grok1
+    python benchmarks/published_mesh.py --again ROW  # plans it although it is there
     python benchmarks/published_mesh.py --document   # writes the table of docs/forecast.md
 
 Tensor, pipeline, context and expert axes, virtual stages and microbatch are those of
 configs/published.csv. FSDP takes the GPUs that are left. Megatron's distributed optimizer does so
 too, but it gathers weights once per step, and FSDP for each microbatch unless there is a pipeline.
 What is saved for the backward pass is not in that table, so a search chooses it (`CANDIDATES`).
-It begins with what the same layout saves on another number of GPUs or in another precision, if
-that is known.
+It begins with what the same layout saved before, on another number of GPUs or in another
+precision, if that is known.
 Results are kept in published_mesh.csv, and plans in results/plan.
 """
 
@@ -122,8 +123,8 @@ def rows() -> list[Published]:
 
 
 def saved_by_neighbour(found: Published) -> str | None:
-    """What the same layout saves on the nearest number of GPUs that is planned, or else in another
-    precision."""
+    """What the same layout saves in the table on this number of GPUs or the nearest one, or else in
+    another precision."""
     recipe, gpu, gpus = found.key
     near = {
         (other != recipe, abs(int(number) - int(gpus))): line["saved"]
@@ -248,6 +249,7 @@ def main() -> None:
     """Plans what is missing, or writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", nargs="*", help="beginnings of names, as llama31_70b_bf16-h100")
+    parser.add_argument("--again", action="store_true", help="plan also rows that are in the table")
     parser.add_argument("--document", action="store_true", help="write the table, plan nothing")
     args = parser.parse_args()
     if args.document:
@@ -256,7 +258,7 @@ def main() -> None:
     for found in rows():
         name = "-".join(found.key)
         wanted = not args.rows or name.startswith(tuple(args.rows))
-        if not wanted or found.key in kept():
+        if not wanted or (found.key in kept() and not args.again):
             continue
         line = cells(found, best_plan(found))
         keep(kept() | {found.key: line})
