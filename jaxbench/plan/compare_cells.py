@@ -90,15 +90,12 @@ def train_state(cells: Sequence[Cell]) -> int:
 
 
 def mark(cells: Sequence[Cell]) -> None:
-    """Marks the cells with the fewest days and with the lowest cost, among those that fit."""
+    """Marks the cells with the fewest days and with the lowest cost, among those that fit. No cell
+    is the cheapest if the cost of another one is unknown."""
     for name, figure in (("fastest", "days"), ("cheapest", "cost")):
-        known = {
-            i: value
-            for i, cell in enumerate(cells)
-            if cell.fits and (value := getattr(cell.figures, figure)) is not None
-        }
-        if known:
-            cells[min(known, key=known.__getitem__)].marks.append(name)
+        values = {i: getattr(cell.figures, figure) for i, cell in enumerate(cells) if cell.fits}
+        if values and None not in values.values():
+            cells[min(values, key=values.__getitem__)].marks.append(name)
 
 
 Text = tuple[str, str]

@@ -33,7 +33,8 @@ from jaxbench.plan.systems import Target, system
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.custom_calls import RULES
 from jaxbench.xla.hlo import Program, display_name
-from jaxbench.xla.instruction import array_shapes, root, shape_bytes
+from jaxbench.xla.host_copies import located
+from jaxbench.xla.instruction import root
 
 MEMORY_REPORT = "-memory-usage-report.txt"
 """The file name of the compiler's account of memory ends with this, in place of the program's
@@ -53,8 +54,9 @@ OF_GPUS = re.compile(r'fingerprint_before_lhs|-start\(|custom_call_target="(?:__
 class HloStep(Step):
     """The step of a program in a file. FLOPs and bytes are per device.
 
-    `peak` is from the compiler's account next to the file; None without one. `outputs` are the
-    outputs that take no argument's memory. `flops` are by kind and dtype. `assumed` names what
+    `arguments` and `outputs` are those in the memory of the device; outputs that take the memory of
+    an argument do not count. `peak` is from the compiler's account next to the file; None without
+    one. `flops` are by kind and dtype. `assumed` names what
     may run in another way than we counted it.
     """
 
@@ -77,14 +79,18 @@ def read(path: Path, target: Target) -> HloStep:
     content, program = parse(path, "--hlo")
     tables, gpu = target.tables(), placed(target.gpu, program.devices)
     with whole_text(path, "--hlo"):
-        instructions = program.computations[program.entry].values()
+        parameters = (
+            i for i in program.computations[program.entry].values() if i.opcode == "parameter"
+        )
         return HloStep(
             **vars(step_of(program, gpu, tables, joined)),
             file=str(path),
             target=gpu.name.lower(),
             system=system(gpu),
             devices=program.devices,
-            arguments=sum(i.bytes for i in instructions if i.opcode == "parameter"),
+            arguments=sum(
+                size for i in parameters for size, on_host in located(i.shape) if not on_host
+            ),
             outputs=_outputs(program, content),
             peak=_peak(path),
             limit=gpu.memory_limit,
@@ -161,14 +167,16 @@ def joined(collective: Collective) -> str:
 
 
 def _outputs(program: Program, content: str) -> int:
-    """Bytes of the outputs, except those that take the memory of arguments."""
+    """Bytes of the outputs on the device, except those that take the memory of arguments."""
     result = root(program.computations[program.entry])
     aliases = re.search(r"input_output_alias=\{(.*?)\) \}", content.partition("\n")[0])
     held = {
         int(index or 0) for index in re.findall(r"\{(\d*)\}: \(", aliases[1] if aliases else "")
     }
     return sum(
-        shape_bytes(shape) for n, shape in enumerate(array_shapes(result.shape)) if n not in held
+        size
+        for n, (size, on_host) in enumerate(located(result.shape))
+        if n not in held and not on_host
     )
 
 

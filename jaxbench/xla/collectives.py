@@ -99,8 +99,8 @@ class Collective:
         leaf = gpu.leaf * gpu.domain
         if self.counts_as == "collective-permute":
             pairs = self.all_groups
-            leaving = Counter(min(pair) // leaf for pair in pairs if _apart(pair, gpu.domain))
-            rising = Counter(min(pair) // leaf for pair in pairs if _apart(pair, leaf))
+            leaving = Counter(pair[0] // leaf for pair in pairs if _apart(pair, gpu.domain))
+            rising = Counter(pair[0] // leaf for pair in pairs if _apart(pair, leaf))
             share = max((rising[n] / leaving[n] for n in rising), default=0.0)
             return max(1.0, share * gpu.oversubscription)
         below, members = _domain_members(self.all_groups, leaf), self.domain_members(gpu)

@@ -21,8 +21,9 @@ from jaxbench.xla.instruction import (
     add_elements,
     ints,
     parse_line,
+    result_shape,
 )  # fmt: skip
-from jaxbench.xla.rewrites import rewrite
+from jaxbench.xla.rewrites import SEVERAL, rewrite
 
 GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 """Targets of matmuls. `Rules` give the work of other custom calls."""
@@ -43,7 +44,9 @@ GROUPED = "grouped", "grouped_weights"
 """Kinds of grouped matmuls (`ops.grouped`): of the rows of each group with a weight of its own, and
 the gradient of these weights."""
 
-UNKNOWN = ("fft", "convolution", "cholesky", "triangular-solve", "send", "recv")
+UNKNOWN = (
+    "fft", "convolution", "cholesky", "triangular-solve", "send", "recv", "ragged-dot", SEVERAL,
+)  # fmt: skip
 """Opcodes of instructions that compute or send, and for which we have no rule."""
 
 EMULATED = re.compile(r'(?:algorithm=|"algorithm":"ALG_)dot_(\w+)', re.IGNORECASE)
@@ -187,6 +190,8 @@ class Program:
 
     def work(self, i: Instruction, scope: Scope) -> Work | None:
         """The work of a matmul or of a custom call with a rule; None for others."""
+        if i.is_start and i.target:
+            i = replace(i, opcode=i.kind, shape=result_shape(i))
         if i.opcode in DOTS or i.target in GEMM_CALLS:
             return _product(i, scope)
         rule = self.rules.get(i.target)
@@ -201,8 +206,8 @@ class Program:
     def unknown(self, i: Instruction, scope: Scope) -> str:
         """The name of what an instruction computes or sends, possibly inside a fusion, if its work
         is unknown: the target of a custom call, or an opcode. Empty for other instructions."""
-        if i.opcode in UNKNOWN:
-            return i.opcode
+        if i.kind in UNKNOWN:
+            return i.kind
         if i.target:
             known = MEMORY_BOUND.fullmatch(i.target) or self.work(i, scope)
             return "" if known else i.target

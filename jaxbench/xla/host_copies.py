@@ -14,6 +14,9 @@ MEMORY = "S(5)"
 
 TO_HOST, FROM_HOST = "to host", "from host"
 
+ARRAY = re.compile(r"(\w+\[[\d,<=]*\])(?:\{([^}]*)\})?")
+"""Pattern of an array in a shape, and of its layout."""
+
 
 @dataclass
 class HostTraffic:
@@ -39,14 +42,15 @@ def copies(i: Instruction, scope: Scope) -> bool:
     return MEMORY in i.shape or any(MEMORY in operand.shape for operand in operands)
 
 
+def located(shape: str) -> list[tuple[int, bool]]:
+    """(bytes, True if in host memory) of each array in a shape; tuples are flattened."""
+    return [(shape_bytes(array), MEMORY in layout) for array, layout in ARRAY.findall(shape)]
+
+
 def sizes(program: Program) -> set[int]:
     """The sizes in bytes of the arrays in host memory."""
     shapes = {i.shape for i, _, _ in program.walk() if MEMORY in i.shape}
-    return {
-        shape_bytes(array)
-        for shape in shapes
-        for array in re.findall(rf"(\w+\[[\d,]*\])\{{[^}}]*{re.escape(MEMORY)}", shape)
-    }
+    return {size for shape in shapes for size, on_host in located(shape) if on_host}
 
 
 def written(program: Program, i: Instruction, scope: Scope) -> tuple[str, int]:

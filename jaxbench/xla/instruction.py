@@ -104,7 +104,7 @@ class Instruction:
         """The computations that are called, with their number of runs. If the compiler knows the
         trip count of a loop, the condition of the loop does not run: XLA counts the iterations on
         the host (`WhileThunk::ExecuteOnStream`)."""
-        roles = ("calls", "body", "to_apply") if self.opcode == "call" else ("calls", "body")
+        roles = ("calls", "body", "to_apply") if self.kind == "call" else ("calls", "body")
         names = [name for role in roles if (name := self.callee(role))]
         names += [self.branch] if self.branch else self.branches
         found = [(name, self.trips) for name in names]
@@ -140,12 +140,14 @@ class Instruction:
 
 def array_shapes(shape: str) -> list[str]:
     """The shape of each array in an HLO shape, without its layout; tuples are flattened."""
-    return re.findall(r"\w+\[[\d,]*\]", shape)
+    return re.findall(r"\w+\[[\d,<=]*\]", shape)
 
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
-    """(dtype, dimensions) of each array in an HLO shape; tuples are flattened."""
-    return [(dtype, tuple(ints(dims))) for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shape)]
+    """(dtype, dimensions) of each array in an HLO shape; tuples are flattened. A dimension of
+    dynamic size, `<=8`, has its largest size."""
+    found = re.findall(r"(\w+)\[([\d,<=]*)\]", shape)
+    return [(dtype, tuple(ints(dims))) for dtype, dims in found]
 
 
 def shape_bytes(shape: str) -> int:

@@ -14,6 +14,7 @@ from jaxbench.xla.instruction import (
     Instruction,
     Scope,
     array_shapes,
+    arrays,
     result_shape,
     root,
     shape_bytes,
@@ -44,13 +45,16 @@ ELEMENTWISE = {
 }  # fmt: skip
 """Opcodes whose results have an element for each element of an operand."""
 
+COMPUTING = ELEMENTWISE | {"broadcast", "iota", "pad", "concatenate"}
+"""Opcodes whose results are new arrays, which a kernel has to write as a whole."""
+
 FP8 = "f8"
 """The names of FP8's types begin with this."""
 
 
 def launches_kernel(i: Instruction) -> bool:
     """True for an instruction that the GPU executes."""
-    free = i.opcode in FREE or i.is_done or i.opcode.endswith("-update")
+    free = i.kind in FREE or i.is_done or i.opcode.endswith("-update")
     return not free and i.target != ALLOCATES
 
 
@@ -85,7 +89,8 @@ def sort(program: Program, i: Instruction, scope: Scope) -> Sort | None:
         keys, *values = (shape_bytes(array) for array in _sorted(i, scope))
         passes = math.ceil(DTYPE_BITS[dtype] / CUB_BITS)
         return Sort(2 * (passes + 2) + 1, keys + 2 * passes * (keys + sum(values)))
-    doublings = max(0, math.ceil(math.log2(max(dimensions[-1], 1) / SORT_TILE)))
+    along = int(done.attribute(r"dimensions=\{(\d+)") or len(dimensions) - 1)
+    doublings = max(0, math.ceil(math.log2(max(dimensions[along], 1) / SORT_TILE)))
     passes = 1 + math.comb(doublings + 2, 2)
     return Sort(passes, 2 * passes * done.bytes)
 
@@ -121,13 +126,13 @@ def moved_bytes(program: Program, i: Instruction, scope: Scope) -> int:
     body, users = _inside(program, i, scope)
     parameters = {j.name for j in users if j.opcode == "parameter"}
     read = _bytes_read(parameters if i.callees else {*i.operands}, body, users)
-    return read + sum(_size(j) for j in _written(users[-1], body))
+    return read + sum(_size(j) for j in _written(users[-1], body, users))
 
 
 def written_fp8(program: Program, i: Instruction, scope: Scope) -> int:
     """The bytes of FP8 that a kernel writes."""
     body, users = _inside(program, i, scope)
-    arrays = (array for j in _written(users[-1], body) for array in j.arrays)
+    arrays = (array for j in _written(users[-1], body, users) for array in j.arrays)
     return sum(math.prod(dims) for dtype, dims in arrays if dtype.startswith(FP8))
 
 
@@ -153,10 +158,6 @@ def _bytes_read(names: Collection[str], body: Scope, users: list[Instruction]) -
     @cache
     def read(name: str) -> int:
         array, total = body[name], 0
-        # An array that the kernel itself computes is not updated in place.
-        computed = array.opcode in ELEMENTWISE and any(
-            array in readers[operand] for operand in array.operands
-        )
         for user in readers[name]:
             first, inner = user.operands[0] == name, user is not users[-1]
             if user.opcode == "bitcast" and inner:
@@ -167,26 +168,45 @@ def _bytes_read(names: Collection[str], body: Scope, users: list[Instruction]) -
                 total += body[_updates(user)[arrays.index(name)]].bytes
             elif user.opcode in ELEMENTWISE and inner and user.bytes:
                 total += array.bytes * read(user.name) // user.bytes
-            elif not (user.opcode == "dynamic-update-slice" and first and not computed):
+            elif not (first and _in_place(user, body, users)):
                 total += array.bytes
         return min(total, array.bytes)
 
     return sum(read(name) for name in names if name in body)
 
 
-def _written(i: Instruction, body: Scope) -> Iterator[Instruction]:
-    """The arrays that a computation writes as its result."""
+def _written(i: Instruction, body: Scope, users: list[Instruction]) -> Iterator[Instruction]:
+    """The arrays that a kernel writes as its result. `users` are its instructions."""
     if i.opcode == "tuple":
         for name in i.operands:
-            yield from _written(body[name], body)
+            yield from _written(body[name], body, users)
     elif i.opcode == "bitcast":
-        yield from _written(body[i.operands[0]], body)
-    elif i.opcode == "dynamic-update-slice":
+        yield from _written(body[i.operands[0]], body, users)
+    elif _in_place(i, body, users):
         yield body[i.operands[1]]
     elif i.opcode == "scatter":
         yield from (body[name] for name in _updates(i))
-    else:
+    elif not _is_workspace(i, body):
         yield i
+
+
+def _in_place(i: Instruction, body: Scope, users: list[Instruction]) -> bool:
+    """True for a dynamic-update-slice of an array that the kernel does not itself compute."""
+    if i.kind != "dynamic-update-slice":
+        return False
+    array = body[i.operands[0]]
+    while array.opcode == "bitcast" and array in users:
+        array = body[array.operands[0]]
+    return not (array in users and array.opcode in COMPUTING)
+
+
+def _is_workspace(i: Instruction, body: Scope) -> bool:
+    """True for the last element of the result of a matmul, if the result is a tuple."""
+    if i.opcode != "get-tuple-element" or i.operands[0] not in body:
+        return False
+    matmul = body[i.operands[0]]
+    last = len(matmul.arrays) - 1
+    return matmul.target in GEMM_CALLS and i.attribute(r"\bindex=(\d+)") == str(last)
 
 
 def _arrays(scatter: Instruction) -> int:
@@ -202,6 +222,6 @@ def _updates(scatter: Instruction) -> list[str]:
 
 def _size(i: Instruction) -> int:
     """The bytes of an instruction's result, without the workspace of a matmul."""
-    if i.target in GEMM_CALLS and i.shape.startswith("("):
-        return i.bytes - math.prod(i.arrays[-1][1])
-    return shape_bytes(result_shape(i))
+    shape = result_shape(i)
+    workspace = arrays(shape)[-1][1] if i.target in GEMM_CALLS and shape.startswith("(") else (0,)
+    return shape_bytes(shape) - math.prod(workspace)

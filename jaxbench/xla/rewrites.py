@@ -17,6 +17,9 @@ COLLECTIVES = (
 REDUCING = "all-gather", "all-reduce", "reduce-scatter"
 """The collectives that have the attribute `use_global_device_ids`."""
 
+SEVERAL = "async-group"
+"""The opcode that we give to an asynchronous operation which consists of several ones."""
+
 SCALARS: dict[str, Callable[..., int]] = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul,
     "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "NE": operator.ne,
@@ -66,11 +69,14 @@ def _completing(i: Instruction, before: Instruction) -> Instruction:
 
 def _unwrapped(i: Instruction, computations: Computations) -> Instruction:
     """The collective inside a fusion (a Triton collective) or an asynchronous wrapper, under the
-    name of its caller. If a wrapper has another operation, that operation. Else the instruction
-    itself."""
+    name of its caller. If a wrapper has another operation, that operation, and `SEVERAL` if it has
+    several. Else the instruction itself."""
     body = i.body(computations)
-    inner = next((j for j in body.values() if j.opcode in COLLECTIVES), None)
+    collectives = [j for j in body.values() if j.opcode in COLLECTIVES]
+    inner = next(iter(collectives), None)
     start = "-start" if i.is_start else ""
+    if i.opcode == "async-start" and (len(collectives) > 1 or root(body).opcode == "tuple"):
+        return replace(i, opcode=SEVERAL + start)
     if inner is not None:
         attributes = f"{inner.attributes}, {i.attributes.replace('calls=', 'wraps=')}"
         return replace(i, opcode=inner.opcode + start, attributes=attributes)

@@ -275,4 +275,4 @@ def peak(gpu: Gpu, dtype: str) -> float:
 
 
 def _bodies(i: Instruction) -> list[tuple[str, int]]:
-    return i.callees if i.opcode in ("while", "conditional", "call") else []
+    return i.callees if i.kind in ("while", "conditional", "call") else []

@@ -72,6 +72,11 @@ def test_oversubscribed_uplinks_slow_down_what_leaves_a_leaf():
     for oversubscription, factor in ((4.0, 1), (8.0, 2)):
         seconds = measured(replace(leaf, oversubscription=oversubscription)).collective(sent)
         assert seconds / measured().collective(sent) == pytest.approx(factor, rel=1e-2)
+    # In a ring over two leaves, every leaf sends one node's pairs of four upwards.
+    ring_pairs = [(n, (n + 8) % 64) for n in range(64)]
+    for pairs in (ring_pairs, [(b, a) for a, b in ring_pairs]):
+        sent = Collective("collective-permute", 2**30, pairs[0], others=tuple(pairs[1:]))
+        assert sent.uplink_slowdown(replace(leaf, oversubscription=8.0)) == 2
     below = gather(range(32), 2**33, "all-to-all")
     assert measured(slow).collective(below) == measured().collective(below)
     later = measured(replace(H100, latency=24.0)).collective(ring) - measured().collective(ring)

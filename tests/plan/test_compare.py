@@ -77,7 +77,7 @@ def test_what_is_not_known_is_left_out(compared, monkeypatch):
     h100, _, gb200, _ = figures(content)
     assert h100["mwh"]
     assert (gb200["mwh"], gb200["cost"]) == (None, None)
-    assert content["cells"][0]["marks"] == ["cheapest"]
+    assert content["cells"][0]["marks"] == []  # the other may be cheaper
     said = " ".join(content["notes"])
     assert "Energy of gb200: its power is not known." in said
     assert "No --price is given for gb200." in said

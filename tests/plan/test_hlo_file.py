@@ -83,6 +83,15 @@ def test_a_program_is_read(program, capsys):
     )
 
 
+def test_arrays_in_host_memory_are_not_on_the_device(program, capsys):
+    on_host = PROGRAM.replace("%x = f32[64]{0} parameter", "%x = f32[64]{0:S(5)} parameter")
+    program.write_text(
+        on_host.replace("(f32[64]{0}, f32[1024]{0},", "(f32[64]{0}, f32[1024]{0:S(5)},")
+    )
+    found = read(program, capsys)
+    assert (found["arguments"], found["outputs"]) == (8192 * 8192 * 2, 0)
+
+
 def test_text_and_page_of_a_program(program, tmp_path, capsys):
     assert command.main(["--hlo", str(program)]) == 0
     text = capsys.readouterr().out

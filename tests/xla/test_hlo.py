@@ -377,6 +377,7 @@ def test_a_loop_that_cannot_be_counted_is_an_error():
         ("c128[7,5]{1,0}", 560),
         ("token[]", 0),
         ("(s4[3]{0:E(4)}, (u8[0]{0}, bf16[]))", 4),
+        ("f32[<=8,3]{1,0}", 96),
     ],
 )
 def test_bytes_of_a_shape(shape, size):
@@ -540,6 +541,9 @@ ENTRY %main (a: {dtype}[8,16], b: {dtype}[16,4]) -> {dtype}[8,4] {{
          'backend_config={name = "their_kernel"}', "__gpu$xla.gpu.triton"),
         ('f32[8,4]{1,0} custom-call(%x), custom_call_target="__cub$DeviceRadixSort"', ""),
         ("(f32[8,4]{1,0}, u32[], token[]) send(%x, %x), channel_id=1", "send"),
+        ("f32[8,4]{1,0} ragged-dot(%x, %x, %x)", "ragged-dot"),
+        ("((f32[8,4]{1,0}), (f32[8,4]{1,0}, f32[8,4]{1,0})) async-start(%x), calls=%gathers",
+         "async-group"),
         ("f32[8,4]{1,0} tanh(%x)", ""),
     ],
 )  # fmt: skip
@@ -551,6 +555,13 @@ HloModule toy, is_scheduled=true
 %convolved (p: f32[8,4]) -> f32[8,4] {{
   %p = f32[8,4]{{1,0}} parameter(0)
   ROOT %c = f32[8,4]{{1,0}} convolution(%p, %p), window={{}}, dim_labels=bf_io->bf
+}}
+
+%gathers (q: f32[8,4]) -> (f32[8,4], f32[8,4]) {{
+  %q = f32[8,4]{{1,0}} parameter(0)
+  %one = f32[8,4]{{1,0}} all-gather(%q), replica_groups={{}}
+  %two = f32[8,4]{{1,0}} all-gather(%q), replica_groups={{}}
+  ROOT %both = (f32[8,4]{{1,0}}, f32[8,4]{{1,0}}) tuple(%one, %two)
 }}
 
 ENTRY %main (x: f32[8,4]) -> f32[8,4] {{

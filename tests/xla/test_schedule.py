@@ -87,6 +87,94 @@ custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":\
     assert kernel.bytes == 2 * 128
 
 
+GEMM = (
+    'custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":'
+    '{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],'
+    '"rhs_contracting_dimensions":["0"]}}}'
+)
+
+
+def test_an_asynchronous_matmul_counts_as_any_other():
+    """Its shape begins with its operands, as XLA writes it with
+    xla_gpu_multi_streamed_windowed_einsum."""
+    whole = program(f"""\
+  %wide = bf16[8,32]{{1,0}} broadcast(%shard), dimensions={{}}
+  %start = ((bf16[2,8]{{1,0}}, bf16[8,32]{{1,0}}), (bf16[2,32]{{1,0}}, s8[33554432]{{0}}), u32[]) \
+custom-call-start(%shard, %wide), {GEMM}
+  %end = (bf16[2,32]{{1,0}}, s8[33554432]{{0}}) custom-call-done(%start)
+""")
+    ((work, runs, _),) = whole.works()
+    assert (work.sizes, work.flops, runs) == ((1, 2, 32, 8), 2 * 2 * 32 * 8, 1)
+    kernels = {name: kernel for name, kernel, _ in schedule.Walk(whole).kernels()}
+    assert kernels["start"].bytes == 2 * (2 * 8 + 8 * 32 + 2 * 32)
+    assert "end" not in kernels
+
+
+def test_the_workspace_of_a_matmul_in_a_fusion_is_no_traffic():
+    """XLA writes such a fusion where a matmul updates a slice of a stack."""
+    fused = f"""\
+%fused (p: bf16[8,8], s: bf16[4,8,8], n: s32[]) -> (bf16[4,8,8], s8[33554432]) {{
+  %p = bf16[8,8]{{1,0}} parameter(0)
+  %s = bf16[4,8,8]{{2,1,0}} parameter(1)
+  %n = s32[] parameter(2)
+  %gemm = (bf16[8,8]{{1,0}}, s8[33554432]{{0}}) custom-call(%p, %p), {GEMM}
+  %result = bf16[8,8]{{1,0}} get-tuple-element(%gemm), index=0
+  %one = bf16[1,8,8]{{2,1,0}} bitcast(%result)
+  %stack = bf16[4,8,8]{{2,1,0}} dynamic-update-slice(%s, %one, %n, %n, %n)
+  %workspace = s8[33554432]{{0}} get-tuple-element(%gemm), index=1
+  ROOT %both = (bf16[4,8,8]{{2,1,0}}, s8[33554432]{{0}}) tuple(%stack, %workspace)
+}}
+"""
+    body = """\
+  %stack = bf16[4,8,8]{2,1,0} broadcast(%shard), dimensions={}
+  %n = s32[] constant(1)
+  %f = (bf16[4,8,8]{2,1,0}, s8[33554432]{0}) fusion(%x, %stack, %n), kind=kCustom, calls=%fused
+"""
+    kernels = {name: kernel for name, kernel, _ in schedule.Walk(program(body, fused)).kernels()}
+    assert kernels["f"].bytes == 2 * 128 + 4
+
+
+@pytest.mark.parametrize(
+    ("computed", "moved"),
+    [("%p", 2 * 16), ("bf16[8,8]{1,0} negate(%p)", 2 * 16 + 2 * 128 - 16)],
+)
+def test_an_array_that_a_kernel_computes_is_not_updated_in_place(computed, moved):
+    """The kernel writes the whole array, and reads all of what it computes it from."""
+    array = f"  %a = {computed}\n  %b = bf16[8,8]{{1,0}} bitcast(%a)\n"
+    fused = f"""\
+%fused (p: bf16[8,8], u: bf16[1,8], n: s32[]) -> bf16[8,8] {{
+  %p = bf16[8,8]{{1,0}} parameter(0)
+  %u = bf16[1,8]{{1,0}} parameter(1)
+  %n = s32[] parameter(2)
+{array if computed != "%p" else ""}\
+  ROOT %d = bf16[8,8]{{1,0}} dynamic-update-slice(%{"p" if computed == "%p" else "b"}, %u, %n, %n)
+}}
+"""
+    body = """\
+  %u = bf16[1,8]{1,0} bitcast(%x)
+  %n = s32[] constant(1)
+  %f = bf16[8,8]{1,0} fusion(%x, %u, %n), kind=kLoop, calls=%fused
+"""
+    kernels = {name: kernel for name, kernel, _ in schedule.Walk(program(body, fused)).kernels()}
+    assert kernels["f"].bytes == moved + 4
+
+
+def test_an_asynchronous_call_runs_its_computation():
+    """JAX's `compute_on` makes such a call for another stream of the GPU."""
+    called = f"""\
+%called (x: bf16[8,8]) -> bf16[8,8] {{
+  %x = bf16[8,8]{{1,0}} parameter(0)
+{DOT.replace("%dot", "ROOT %dot")}}}
+"""
+    body = """\
+  %start = ((bf16[8,8]{1,0}), bf16[8,8]{1,0}) call-start(%x), to_apply=%called
+  %end = bf16[8,8]{1,0} call-done(%start)
+"""
+    found = schedule.Walk(program(body, called)).under(SYSTEM)
+    assert found.parts == {"compute": pytest.approx(PRODUCT_S)}
+    assert found.launches == 1
+
+
 def test_nothing_between_start_and_done_exposes_it():
     found = schedule.Walk(program(GATHER + DONE + DOT)).under(SYSTEM)
     assert found.exposed_s == pytest.approx(GATHER_S)
@@ -246,18 +334,19 @@ backend_config={"known_trip_count":{"n":"5"}}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape", "read", "launches", "moved"),
+    ("dtype", "shape", "along", "read", "launches", "moved"),
     [
-        ("s32", "32768", "0", 13, 32768 * 4 * (1 + 2 * 4)),
-        ("s32", "32768", "1", 13, 32768 * 4 * (1 + 2 * 4 * 2)),
-        ("s16", "32768", "0", 9, 32768 * 2 * (1 + 2 * 2)),
-        ("s64", "32768", "0", 21, 32768 * 8 * (1 + 2 * 8)),
-        ("s32", "16384", "0", 7, 16384 * 8 * 2 * 7),
-        ("s32", "128,4096", "0", 2, 128 * 4096 * 8 * 2 * 2),
-        ("s32", "16,65536", "0", 16, 16 * 65536 * 8 * 2 * 16),
+        ("s32", "32768", 0, "0", 13, 32768 * 4 * (1 + 2 * 4)),
+        ("s32", "32768", 0, "1", 13, 32768 * 4 * (1 + 2 * 4 * 2)),
+        ("s16", "32768", 0, "0", 9, 32768 * 2 * (1 + 2 * 2)),
+        ("s64", "32768", 0, "0", 21, 32768 * 8 * (1 + 2 * 8)),
+        ("s32", "16384", 0, "0", 7, 16384 * 8 * 2 * 7),
+        ("s32", "128,4096", 1, "0", 2, 128 * 4096 * 8 * 2 * 2),
+        ("s32", "16,65536", 1, "0", 16, 16 * 65536 * 8 * 2 * 16),
+        ("s32", "65536,16", 0, "0", 16, 16 * 65536 * 8 * 2 * 16),
     ],
 )
-def test_a_sort_takes_several_kernels_and_passes(dtype, shape, read, launches, moved):
+def test_a_sort_takes_several_kernels_and_passes(dtype, shape, along, read, launches, moved):
     """As null GPUs count them, where XLA sorts long arrays by CUB (`benchmarks/host_time.py`). CUB
     sorts the numbers along only if they are read."""
     pair = f"({dtype}[{shape}], s32[{shape}])"
@@ -265,7 +354,7 @@ def test_a_sort_takes_several_kernels_and_passes(dtype, shape, read, launches, m
 %fused (p: {dtype}[{shape}]) -> {pair} {{
   %p = {dtype}[{shape}] parameter(0)
   %n = s32[{shape}] iota(), iota_dimension=0
-  ROOT %s = {pair} sort(%p, %n), dimensions={{0}}, to_apply=%less
+  ROOT %s = {pair} sort(%p, %n), dimensions={{{along}}}, to_apply=%less
 }}
 """
     body = f"""\
