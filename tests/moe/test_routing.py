@@ -107,6 +107,21 @@ def test_gradients_against_finite_differences():
         )
 
 
+@pytest.mark.parametrize("logit", [-44.0, -50.0, -90.0])
+def test_gradients_of_tiny_sigmoids_are_finite(logit):
+    """Their sum is far below the smallest number whose square fp32 has."""
+    cfg = ExpertsConfig(count=8, top_k=2, ffn=4, router="sigmoid", bias_rate=1e-3)
+    logits = jnp.full((1, 1, 8), logit) + jnp.arange(8) * 1e-3
+
+    def value(logits):
+        gates, experts = routing.choose(logits, cfg, jnp.zeros(8))
+        shares, _ = routing.balance_shares(logits, experts, cfg)
+        return jnp.sum(gates * jnp.arange(2)) + jnp.sum(shares * jnp.arange(8))
+
+    with mesh_of(tiny_grok()):
+        assert jnp.isfinite(jax.jit(jax.grad(value))(logits)).all()
+
+
 @pytest.mark.parametrize("axis", tiered([], ["data", "pipeline"]))
 def test_balance_loss_of_a_microbatch_on_a_mesh(axis):
     """Two data-parallel ranks have the loss of two microbatches, and a pipeline has it too."""

@@ -494,6 +494,18 @@ def test_nemotronh_multiplies_what_a_hand_count_says():
     assert row.program.flops()["product", "f32"] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "layers"), [("nemotronh_56b_bf16", 2), ("nemotron3_nano_30b_a3b_bf16", 1)]
+)
+def test_a_model_that_is_cut_needs_no_kernels_of_what_it_has_not(recipe, layers):
+    """The first layers have neither attention nor experts."""
+    gpus = 32 if recipe.startswith("nemotronh") else 16
+    row = Compiled(recipe, gpus, f"model.layers={layers}")
+    with jax.set_mesh(row.mesh):
+        check_program(row.compiled, row.run)
+
+
 @pytest.fixture(scope="module")
 def mamba2():
     """One layer, on which the kernels were asked for."""

@@ -181,6 +181,17 @@ def test_sums_over_replicas_in_each_layer_give_the_same_gradients(case):
 
 
 @pytest.mark.slow
+def test_fp8_that_gathers_in_bf16_may_sum_over_replicas_in_each_layer():
+    changes = "precision.dtype=fp8", "precision.scaling=current", "precision.gather=bf16"
+    runs = (
+        tiny_run(*changes, *MESHES[DENSE], f"execution.replica_sums={sums}", devices=8)
+        for sums in ("layer", "step")
+    )
+    actual, expected = map(loss_and_gradients, runs)
+    assert_same(actual, expected, 300)
+
+
+@pytest.mark.slow
 def test_one_chunk_or_many_give_the_same_gradients(monkeypatch):
     expected = one_device("nemotronh")
     monkeypatch.setattr(xla, "SSD_CHUNK", 128)

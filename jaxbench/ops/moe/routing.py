@@ -17,8 +17,9 @@ from jaxbench.ops import dense
 from jaxbench.ops.draws import Counters
 from jaxbench.recipe.mixers import ExpertsConfig
 
-SMALLEST_SUM = 1e-20
-"""We add this to a sum of sigmoids before we divide by it (DeepSeek-V3)."""
+SMALLEST_SUM = 1e-18
+"""We add this to a sum of sigmoids before we divide by it. DeepSeek-V3 adds 1e-20, but the gradient
+of a quotient has the square of the sum, which must not overflow in fp32."""
 
 SAMPLED = (16, 16384)
 """Layers and tokens from which we estimate what skewed routing does."""
@@ -224,6 +225,8 @@ def with_balance_loss(
 ) -> tuple[Float[Array, ""], RoutingSummary]:
     """Adds the gradient, but not the value, of all layers' load-balance losses to the loss. Returns
     (loss, summary)."""
+    if not any(segments):
+        return loss, {}
     layers = [_layers_in_order(segment) for segment in segments if segment]
     figures = RoutingFigures(*(jnp.concatenate(parts) for parts in zip(*layers, strict=True)))
     total = coefficient * jnp.sum(jnp.mean(figures.balance_loss, axis=1))

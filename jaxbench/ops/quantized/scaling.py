@@ -158,7 +158,7 @@ def _quantize(
         elif precision.gather == "fp8":
             stored[name] = _quantized(w, scale_inv[:, n, 1])
         else:
-            stored[name] = w
+            stored[name] = mesh.accumulating(w)
     seeds = _seeds(stack, seed, number) if precision.draws else None
     return Scaled(
         stored=stored, scale_inv=scale_inv, observed=None, seeds=seeds, stack=number,
