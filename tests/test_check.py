@@ -125,7 +125,7 @@ def test_the_slow_end_of_a_link_is_told(case, nodes):
         for f in found:
             path = " - " in f.where
             assert f.what.endswith(judge.PATH if path else "partners")
-            assert f.nodes == (() if path else (judge.node(f.where),))
+            assert f.nodes == (() if path else (judge.node_of(f.where),))
 
 
 @pytest.mark.parametrize("nodes", [8, pytest.param(256, marks=pytest.mark.slow)])

@@ -11,7 +11,7 @@ from test_check import made
 
 from jaxbench.base.errors import RecipeError
 from jaxbench.check import acceptance, qualify, rows
-from jaxbench.check.judge import BETWEEN_NODES, Finding, by_kind, node
+from jaxbench.check.judge import BETWEEN_NODES, Finding, by_kind, node_of
 
 
 def sized(**busbw):
@@ -26,7 +26,7 @@ def sized(**busbw):
 
 def record(folder, nodes, rates, hosts, sizes=()):
     """Writes check.json as a check of these nodes does."""
-    mine = [rate for rate in rates if {*map(node, rate.ends)} <= {*nodes}]
+    mine = [rate for rate in rates if {*map(node_of, rate.ends)} <= {*nodes}]
     kinds = {
         kind: {
             "unit": "GB/s", "expected": None,
@@ -210,6 +210,19 @@ def test_a_failure_is_told_once_and_again_after_the_node_passed(tmp_path, capsys
     most = failing(tmp_path, ["n4", "n5", "n6"], ["n4", "n5"], "failed")
     assert most == [line, line]
     assert "--on-fail is not run for 2 nodes" in capsys.readouterr().err
+
+
+def test_a_slow_link_is_told_once_and_next_to_both_nodes():
+    """A check of two nodes finds it, and one of all nodes again."""
+    found = qualify.Verdicts(["n1", "n2", "n3"])
+    for count in (48, 72):
+        link = Finding("n1 gpu 3 - n2 gpu 3", f"40 % below the median of {count}", "network")
+        found.add([link])
+    assert len(found.links) == 1
+    why = "n1 gpu 3 - n2 gpu 3: 40 % below the median of 48"
+    assert [found.verdict_of(node) for node in found.nodes] == [
+        ("pass", why), ("pass", why), ("pass", ""),
+    ]  # fmt: skip
 
 
 def test_the_history_of_a_gpu_follows_it():

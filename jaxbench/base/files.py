@@ -168,14 +168,25 @@ RECORDS = ("run.json", "job.json")
 (`launch/verdict.py`)."""
 
 
+SCHEMA = 1
+"""Version of run.json; it grows when a field changes its meaning or is removed."""
+
+
+def check_schema(record: dict[str, Any]) -> None:
+    """Raises ValueError for a record of a later version, whose fields may have another meaning."""
+    if (schema := record.get("schema", SCHEMA)) != SCHEMA:
+        raise ValueError(f"it has schema {schema}, and this version of jaxbench reads {SCHEMA}")
+
+
 def recorded(folder: Path) -> dict[str, Any]:
     """The record of a run, or of its job if the run has no record yet. Raises FileNotFoundError if
     there is neither, and ValueError if the file is no record."""
     run, job = (folder / name for name in RECORDS)
-    path = run if run.is_file() else job
+    path = job if job.is_file() and not run.is_file() else run
     content = read_json(path)
     if not isinstance(content, dict) or "status" not in content:
         raise ValueError(f"{path.name}: expected a JSON object with a status")
+    check_schema(content)
     return content
 
 

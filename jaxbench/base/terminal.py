@@ -4,6 +4,7 @@ tables."""
 import argparse
 import re
 import shlex
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from rich.table import Table
 
 from jaxbench.base.errors import RecipeError, RunFailed, meant
 from jaxbench.base.files import write_whole
+from jaxbench.base.untrusted import printable
 
 WIDTH = 200
 """Width in characters of a table that is not printed to a terminal."""
@@ -76,7 +78,7 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
         try:
             return main(argv)
         except (RecipeError, RunFailed, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {printable(str(error))}", file=sys.stderr)
             return 2
 
     return run
@@ -84,7 +86,7 @@ def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
 
 def console() -> Console:
     """Standard output as a console of rich, for tables."""
-    output = Console(highlight=False, markup=False)
+    output = Console(highlight=False, markup=False, emoji=False)
     if not output.is_terminal:
         output.width = WIDTH
     return output
@@ -140,6 +142,20 @@ def write(text: str, path: Path | None) -> None:
     """Writes a whole file, or prints to standard output if there is no path."""
     if path is None:
         print(text, end="" if text.endswith("\n") else "\n")
+        return
+    check_folder(path)
+    if _is_stream(path):
+        path.write_text(text)
     else:
-        check_folder(path)
         write_whole(path, text)
+
+
+def _is_stream(path: Path) -> bool:
+    """True for a device, a pipe, or a link in /dev, such as /dev/null and /dev/stdout. We write to
+    these, and must not replace them by a file."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return False
+    link = stat.S_ISLNK(mode) and path.is_relative_to("/dev")
+    return link or stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)

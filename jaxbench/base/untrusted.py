@@ -34,14 +34,15 @@ def opened(path: Path) -> BinaryIO:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file, whose texts are all printable. Raises OSError for what cannot be
-    read, and ValueError for what is no JSON."""
+    """The value in a JSON file, whose texts are all printable and have one line each, so that none
+    looks like a line of ours. Raises OSError for what cannot be read, and ValueError for what is no
+    JSON."""
     with opened(path) as file:
         content = file.read(LARGEST_BYTES + 1)
     if len(content) > LARGEST_BYTES:
         raise OSError(errno.EFBIG, "too large", str(path))
     try:
-        return _printable(json.loads(content))
+        return _one_line(json.loads(content))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -55,13 +56,13 @@ def count_lines(path: Path) -> int:
         return 0
 
 
-def _printable(value: Any) -> Any:
-    """A value of JSON whose texts are printable."""
+def _one_line(value: Any) -> Any:
+    """A value of JSON whose texts are printable and have one line each."""
     match value:
         case str():
-            return printable(value)
+            return printable(value.replace("\n", " "))
         case list():
-            return [_printable(item) for item in value]
+            return [_one_line(item) for item in value]
         case dict():
-            return {printable(key): _printable(item) for key, item in value.items()}
+            return {_one_line(key): _one_line(item) for key, item in value.items()}
     return value

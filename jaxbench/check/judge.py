@@ -74,7 +74,7 @@ class Finding:
         return f"{self.where}: {self.what}"
 
 
-def node(where: str) -> str:
+def node_of(where: str) -> str:
     """The node of a GPU, given the GPU's name."""
     return where.partition(" ")[0]
 
@@ -125,7 +125,7 @@ def slow_links(rates: Sequence[Rate]) -> dict[tuple[str, ...], tuple[float, str]
     slow_ends = outliers({e: max(some.values()) for e, some in own.items()}, LINK_SPREAD, low=True)
     found: dict[tuple[str, ...], tuple[float, str]] = {}
     for end, ratio in slow_ends.items():
-        inside = {*map(node, own[end])} == {node(end)}
+        inside = {*map(node_of, own[end])} == {node_of(end)}
         if inside or own[end].keys() - slow_ends.keys():
             each = f", with each of {len(own[end])} partners" if len(own[end]) > 1 else ""
             found[(end,)] = 1 - ratio, each
@@ -147,17 +147,17 @@ def rate_findings(kind: str, rates: Sequence[Rate]) -> Iterator[Finding]:
     """Slow GPUs, links and nodes by the rates of a kind. If all GPUs of a node are slow, or all
     links between two nodes, the nodes are named instead."""
     found = slow(rates)
-    gpus = Counter(map(node, {end for rate in rates for end in rate.ends}))
+    gpus = Counter(map(node_of, {end for rate in rates for end in rate.ends}))
     of_nodes: dict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
     for ends in found:
-        of_nodes[tuple(map(node, ends))].append(ends)
+        of_nodes[tuple(map(node_of, ends))].append(ends)
     for nodes, some in of_nodes.items():
         inside = len({*nodes}) < len(nodes)  # links between GPUs of one node
         if nodes not in some and not inside and 1 < gpus[nodes[0]] == len(some):
             found[nodes] = max(found.pop(ends) for ends in some)
     for ends, (share, how) in found.items():
         what = f"{kind} {100 * share:.0f} % below the median of {len(rates)}{how}"
-        nodes = tuple(dict.fromkeys(map(node, ends)))
+        nodes = tuple(dict.fromkeys(map(node_of, ends)))
         cause = "network" if kind == BETWEEN_NODES else "gpu"
         yield Finding(" - ".join(ends), what, cause, nodes if len(nodes) == 1 else ())
 
@@ -251,7 +251,9 @@ def gpu_findings(gpus: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
             (gpu["ecc"] is False, "ECC is off"),
             (gpu["persistence"] is False, "persistence mode is off"),
         )
-        yield from (Finding(where, what, "gpu", (node(where),)) for is_so, what in faults if is_so)
+        yield from (
+            Finding(where, what, "gpu", (node_of(where),)) for is_so, what in faults if is_so
+        )
         yield from (Finding(where, what) for is_so, what in remarks if is_so)
     yield from unlike({w: {"VBIOS": gpu["vbios"]} for w, gpu in gpus.items() if gpu.get("vbios")})
 
@@ -354,7 +356,7 @@ def judge(
     gpus = {where: gpu for host in hosts.values() for where, gpu in host.get("gpus", {}).items()}
     slow_by_kind = {kind: [*rate_findings(kind, some)] for kind, some in kinds.items()}
     found = [*chain(*slow_by_kind.values()), *gpu_findings(gpus)]
-    with_bad_gpu = {node(f.where) for f in found if f.cause == "gpu" and f.where not in hosts}
+    with_bad_gpu = {node_of(f.where) for f in found if f.cause == "gpu" and f.where not in hosts}
     collectives = chain(*(slow_by_kind.get(kind, ()) for kind in COLLECTIVES))
     explained = {f for f in collectives if f.where in with_bad_gpu}
     found = [f for f in found if f not in explained]

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxbench.base.hardware import Gpu
 from jaxbench.base.outliers import robust_deviation
-from jaxbench.check.judge import BETWEEN_NODES, COLLECTIVES, IN_NODE, SUSTAINED, Rate, node
+from jaxbench.check.judge import BETWEEN_NODES, COLLECTIVES, IN_NODE, SUSTAINED, Rate, node_of
 from jaxbench.cluster import job
 from jaxbench.cluster.timing import collective_kinds, device_seconds, repeated
 from jaxbench.forecast.costs import Measured
@@ -229,7 +229,8 @@ def collectives(cluster: Cluster, kind: str) -> list[Rate]:
     shape = (buffers * size // 2 // n,), jnp.bfloat16
     times = cluster.seconds(function, cluster.sizes.transfers, shape)
     return [
-        Rate(kind, "GB/s", (node(cluster.names[d]),), work / s, expected) for d, s in times.items()
+        Rate(kind, "GB/s", (node_of(cluster.names[d]),), work / s, expected)
+        for d, s in times.items()
     ]
 
 

@@ -25,7 +25,7 @@ from jaxbench.base.files import json_object, owned, write_json
 from jaxbench.base.terminal import command, console, plain_table, write
 from jaxbench.check import acceptance, rows
 from jaxbench.check.arguments import FILE as CHECKED
-from jaxbench.check.judge import Finding, Rate, fall_findings, judge, size_findings
+from jaxbench.check.judge import Finding, Rate, fall_findings, judge, node_of, size_findings
 from jaxbench.check.qualify_options import Options, parse_options
 from jaxbench.cluster.jobs import environment, slurm
 
@@ -95,14 +95,15 @@ class Verdicts:
         return [n for n in self.nodes if n not in self.unreached and n not in self.faults]
 
     def add(self, found: Iterable[Finding]) -> None:
-        """Adds faults and remarks. A fault that is known is not added again."""
+        """Adds faults, slow links and remarks. What is known is not added again."""
         known = {str(fault) for faults in self.faults.values() for fault in faults}
         for finding in found:
             if finding.cause is None:
                 if str(finding) not in self.remarks:
                     self.remarks.append(str(finding))
             elif not finding.nodes:
-                self.links.append(finding)
+                if finding.where not in [link.where for link in self.links]:
+                    self.links.append(finding)
             elif str(finding) not in known:
                 for node in finding.nodes:
                     self.faults.setdefault(node, []).append(finding)
@@ -139,7 +140,10 @@ class Verdicts:
             return "not reached", self.unreached[node]
         if node in self.faults:
             return "fail", "; ".join(map(str, self.faults[node]))
-        its = (str(link) for link in self.links if node in link.where.split(" - "))
+        its = (
+            str(link) for link in self.links
+            if node in map(node_of, link.where.split(" - "))
+        )  # fmt: skip
         return "pass", "; ".join(its)
 
 

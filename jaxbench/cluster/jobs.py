@@ -125,7 +125,7 @@ def record_of(folder: Path) -> dict[str, Any]:
     that cannot be read, or that is malformed, is a failed job's."""
     try:
         record = files.recorded(folder)
-        if not isinstance(record.get("status"), str):
+        if record.get("status") not in STATES:
             raise ValueError(f"status is {record.get('status')!r}")
         for name in ("recipe", "slurm"):
             if not isinstance(record.get(name) or {}, dict):
@@ -174,7 +174,7 @@ def began(folder: Path) -> datetime:
     """When a job began; before that, when its folder was made."""
     try:
         return datetime.fromisoformat(record_of(folder)["started"]).astimezone()
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return datetime.fromtimestamp(folder.stat().st_mtime, UTC)
 
 

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import exp, log, sqrt
-from statistics import NormalDist, median
+from statistics import median
 
 from jaxbench.base.errors import counted
+from jaxbench.base.student import student
 from jaxbench.forecast.tables import FOLDER
 
 ERRORS = FOLDER / "errors.csv"
@@ -141,15 +142,3 @@ def accuracy(programs: Sequence[Timed]) -> str:
 def without(family: str, programs: Sequence[Timed]) -> list[Timed]:
     """The programs of all other families."""
     return [timed for timed in programs if timed.family != family]
-
-
-def student(probability: float, freedom: int) -> float:
-    """A quantile of Student's t distribution, right to 0.3 % from five degrees of freedom on
-    (Abramowitz and Stegun 26.7.5)."""
-    z = NormalDist().inv_cdf(probability)
-    return (
-        z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    )

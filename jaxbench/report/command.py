@@ -103,19 +103,20 @@ def find(path: Path) -> Iterator[RunData]:
         raise RecipeError(f"{path}: {shows}")
 
 
-def _below(folder: Path, seen: set[Path]) -> Iterator[RunData]:
-    """The runs in a folder and below it. Follows each link once. If a result folder of ours has
-    logs directly in it, they belong to its run."""
+def _below(folder: Path, seen: set[Path], logs_too: bool = True) -> Iterator[RunData]:
+    """The runs in a folder and below it. Follows each link once. Logs in a result folder of ours
+    and below it belong to its run."""
     if folder.resolve() in seen:
         return
     seen.add(folder.resolve())
     try:
-        if ours := folders.is_run(folder):
+        if folders.is_run(folder):
             yield folders.read(folder)
+            logs_too = False
         for child in sorted(folder.iterdir()):
             if child.is_dir() and child.name != CHECKPOINTS:
-                yield from _below(child, seen)
-            elif not ours and _is_log(child) and child.resolve() not in seen:
+                yield from _below(child, seen, logs_too)
+            elif logs_too and _is_log(child) and child.resolve() not in seen:
                 seen.add(child.resolve())
                 if run := _log(child):
                     yield run
@@ -136,8 +137,7 @@ def _log(path: Path) -> RunData | None:
 
 
 def _unreadable(path: Path, error: OSError) -> RunData:
-    reason = f"it cannot be read: {error.strerror}"
-    return RunData(path=path, recipe=path.name, failed=reason)
+    return folders.unreadable(path, f"it cannot be read: {error.strerror}")
 
 
 def chosen_window(text: str | None, run: RunData) -> Window:
@@ -227,7 +227,7 @@ def _report(options: Options) -> int:
         write(page.page(results, options.flops), options.output)
     elif options.output:
         text = io.StringIO()
-        output = Console(file=text, width=WIDTH, markup=False)
+        output = Console(file=text, width=WIDTH, markup=False, emoji=False)
         terminal.print_report(named(results, options.flops), options.flops, output)
         write(text.getvalue(), options.output)
     else:

@@ -21,6 +21,9 @@ STEPS, ENVIRONMENT = "steps.jsonl", "environment.json"
 DONE = ("completed", "running", "interrupted")
 """States of a record that are not failures."""
 
+MOST_STEPS = 10**9
+"""Steps of a run have smaller numbers."""
+
 MALFORMED = (
     OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError,
 )  # fmt: skip
@@ -39,7 +42,7 @@ def read(folder: Path) -> RunData:
         run = _run(folder, record)
     except MALFORMED as error:
         reason = f"its record cannot be read: {' '.join(str(error).split())}"
-        return RunData(path=folder, recipe=printable(folder.name), failed=reason)
+        return unreadable(folder, reason)
     try:
         record["environment"] = read_json(folder / ENVIRONMENT)
     except MALFORMED:
@@ -56,6 +59,12 @@ def read(folder: Path) -> RunData:
     return run
 
 
+def unreadable(path: Path, reason: str) -> RunData:
+    """A run of which we know only why it cannot be read."""
+    started, name = file_time(path), printable(path.name)
+    return RunData(path=path, recipe=name, failed=reason, started=started, dated="file time")
+
+
 def _run(folder: Path, record: dict[str, Any]) -> RunData:
     recipe, status, device = record["recipe"], record["status"], record["hardware"]["device"]
     batch, dtype = recipe["batch"], str(recipe["precision"]["dtype"])
@@ -70,11 +79,11 @@ def _run(folder: Path, record: dict[str, Any]) -> RunData:
     if program >= len(begins):
         raise ValueError(f"resumed_at has {len(begins) - 1} steps, and starts has more")
     limit = record["hardware"].get("device_memory_bytes") or (gpu.memory if gpu else 0)
+    started: datetime | None
     if dated := "started" in record:
         started = datetime.fromisoformat(record["started"]).astimezone(UTC)
     else:  # of a job that has not begun
-        path = next(path for name in RECORDS if (path := folder / name).is_file())
-        started = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+        started = file_time(next(p for name in RECORDS if (p := folder / name).is_file()))
     return RunData(
         path=folder,
         recipe=f"{recipe['recipe']}:{recipe['row']}",
@@ -101,6 +110,14 @@ def _run(folder: Path, record: dict[str, Any]) -> RunData:
     )
 
 
+def file_time(path: Path) -> datetime | None:
+    """The date of a run whose record has none. None if the file system does not tell it."""
+    try:
+        return datetime.fromtimestamp(path.lstat().st_mtime, UTC)
+    except (OSError, OverflowError, ValueError):
+        return None
+
+
 def _summarized(summary: Any) -> tuple[Window | None, dict[str, float]]:
     """The window of a summary, and the FLOPs of one GPU and step by convention, from its rates."""
     if not summary:
@@ -112,20 +129,23 @@ def _summarized(summary: Any) -> tuple[Window | None, dict[str, float]]:
 
 
 def _add_step(run: RunData, line: str) -> None:
-    """Adds a line of steps.jsonl. Skips a line that was cut off while it was written."""
+    """Adds a line of steps.jsonl. Skips a line that was cut off while it was written, and a line
+    with an impossible number."""
     try:
         step = json.loads(line)
-        seconds = float(step["step_time_s"])
-        run.steps.add(int(step["step"]), seconds, float(step["loss"]))
+        number, seconds = int(step["step"]), float(step["step_time_s"])
+        if not 0 <= number < MOST_STEPS:
+            return
+        run.steps.add(number, seconds, float(step["loss"]))
         if not run.record.get("summary"):  # the last step ran the recorded program
             run.flops["full"] = quantity(step["tflops_per_gpu"]) * seconds * 1e12
         run.peak_memory = max(run.peak_memory or 0.0, quantity(step["peak_memory_bytes"]))
         if "host_s" in step:
             host = quantity(step["host_s"]), quantity(step.get("compiled_s", 0.0))
-            run.host_s[int(step["step"])] = host
+            run.host_s[number] = host
         if "layer_load_max" in step:
             loads = [quantity(load, zero=False) for load in step["layer_load_max"]]
             if loads:
-                run.layer_loads[int(step["step"])] = loads
+                run.layer_loads[number] = loads
     except MALFORMED:
         return

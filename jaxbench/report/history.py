@@ -160,7 +160,7 @@ def _series(group: Sequence[Result], device: str, threshold: float) -> Series:
     whole = r.recipe.strip()
     recipe, _, row = whole.partition(":")
     gpu = hardware.identify(device)
-    on = f" on {r.gpus} x {device}"
+    on = f" on {r.gpus} x {device}" if r.gpus else f" on {device}"
     briefly = f" on {counted(r.gpus, gpu.name)}" if gpu else on
     return Series(
         name=whole + dtype + on + label,
@@ -312,7 +312,8 @@ def as_json(history: Sequence[Series]) -> str:
     content = [
         {"row": series.name, "published_s": series.published_s, "runs": [
             {"started": p.started.isoformat(), "dated": p.result.run.dated,
-             "step_time_s": p.result.mean_s, "verdict": p.result.verdict.name,
+             "step_time_s": p.result.mean_s if p.result.complete else None,
+             "verdict": p.result.verdict.name,
              "slow_nodes": p.slow_nodes, "change": p.change, "differences": p.differences,
              "path": str(p.result.run.path)}
             for p in series.points]}

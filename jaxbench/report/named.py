@@ -61,17 +61,26 @@ class NamedRun:
 
 def named(results: Sequence[Result], convention: str) -> list[NamedRun]:
     """The runs, numbered and named, smoke runs last. If several runs have the same recipe, their
-    names include the run's folder."""
+    names include the run's folder, with as many of its parents as tell the runs apart."""
     results = sorted(results, key=lambda result: result.run.label == "smoke")
-    names = [_name(result.run) for result in results]
-    repeats, runs = Counter(names), []
-    for number, (result, name) in enumerate(zip(results, names, strict=True), 1):
-        line = formats.line(result, convention)
-        path = Path(line["path"])
-        if repeats[name] > 1:
-            name += f" · {(path if result.run.path.is_dir() else path.parent).name}"
-        runs.append(NamedRun(number=number, result=result, line=line, name=name))
-    return runs
+    lines = [formats.line(result, convention) for result in results]
+    folders = [
+        path if result.run.path.is_dir() else path.parent
+        for result, line in zip(results, lines, strict=True)
+        for path in [Path(line["path"])]
+    ]
+    recipes = [_name(result.run) for result in results]
+    names = recipes
+    for parents in range(1, 1 + max((len(folder.parts) for folder in folders), default=0)):
+        same = Counter(names)
+        names = [
+            f"{recipe} · {'/'.join(folder.parts[-parents:])}" if same[name] > 1 else name
+            for recipe, folder, name in zip(recipes, folders, names, strict=True)
+        ]
+    return [
+        NamedRun(number=number, result=result, line=line, name=name)
+        for number, (result, line, name) in enumerate(zip(results, lines, names, strict=True), 1)
+    ]
 
 
 def _name(run: RunData) -> str:

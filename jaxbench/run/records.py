@@ -9,15 +9,12 @@ from shlex import quote
 from typing import Any
 
 from jaxbench.base.errors import RecipeError, RunFailed
-from jaxbench.base.files import Lines, ReservedJson, write_whole
+from jaxbench.base.files import Lines, ReservedJson, check_schema, write_whole
 from jaxbench.base.hardware import NULL, peak_tflops
 from jaxbench.recipe.settings import Run
 from jaxbench.results.throughput import energy, throughput
 from jaxbench.results.verdict import SMOKE
 from jaxbench.run import sampling, summary
-
-SCHEMA = 1
-"""Version of run.json; it grows when a field changes its meaning or is removed."""
 
 REWRITE_S = 60.0
 """Seconds after which we write run.json again during training."""
@@ -26,13 +23,15 @@ REWRITE_S = 60.0
 def read(path: Path) -> dict[str, Any]:
     """The content of a run.json. Raises RecipeError if the file is not a whole record."""
     try:
-        record = json.loads(path.read_text())
-        return record | {key: record[key] for key in ("status", "recipe", "starts")}
+        record: dict[str, Any] = json.loads(path.read_text())
+        record |= {key: record[key] for key in ("status", "recipe", "starts")}
+        check_schema(record)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RecipeError(
             f"{path} is not a complete record: {error}; start a new run from its checkpoint: "
             f"--restore {path.parent} --output NEW"
         ) from error
+    return record
 
 
 def command_line() -> str:

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from jaxbench.base.files import SCHEMA
 from jaxbench.base.hardware import NULL, identify
 from jaxbench.base.versions import versions
 from jaxbench.cluster import job
@@ -18,7 +19,7 @@ from jaxbench.recipe.build import flat
 from jaxbench.recipe.settings import Run
 from jaxbench.results.window import too_short
 from jaxbench.run.arguments import Options
-from jaxbench.run.records import SCHEMA, read
+from jaxbench.run.records import read
 from jaxbench.xla import flags
 
 WHAT_RAN = "recipe", "hardware", "versions", "flags"

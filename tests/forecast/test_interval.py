@@ -9,6 +9,7 @@ import pytest
 from commands import ROOT
 
 from jaxbench.base.hardware import PLANNED, placed
+from jaxbench.base.student import student
 from jaxbench.forecast import tables
 from jaxbench.forecast.costs import Measured
 from jaxbench.forecast.interval import (
@@ -19,7 +20,6 @@ from jaxbench.forecast.interval import (
     errors,
     every_program,
     interval,
-    student,
     without,
 )
 from jaxbench.xla.hlo import Work
@@ -34,8 +34,8 @@ def timed(family: str, ratio: float, **more: object) -> Timed:
 
 def test_quantiles_of_students_distribution():
     """Of a printed table."""
-    for freedom, t in ((5, 2.015), (7, 1.895), (10, 1.812), (30, 1.697)):
-        assert student(0.95, freedom) == pytest.approx(t, rel=3e-3)
+    for freedom, t in ((1, 6.314), (5, 2.015), (7, 1.895), (10, 1.812), (30, 1.697)):
+        assert student(0.95, freedom) == pytest.approx(t, abs=5e-4)
 
 
 def test_an_interval_by_hand():

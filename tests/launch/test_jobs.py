@@ -78,6 +78,8 @@ def test_jobs_are_listed_by_state_and_time_as_json(stage, capsys):
         '{"status": "completed", "recipe": {"gpus": 8}}',
         '{"status": 7}',
         '{"status": null}',
+        '{"status": "done", "recipe": {}}',
+        '{"status": "completed", "started": "0001-01-01T00:00:00+14:00"}',
         '{"status": "failed", "started": "2026-11-28T10:00:00", "slurm": {"nodes": null}}',
         '{"status": "failed", "reason": {"a": 1}, "slurm": [1]}',
         '{"status": "completed", "summary": {"step_time_s": {"mean": "1"}}}',

@@ -20,7 +20,9 @@ from rich.console import Console
 from jaxbench.base import hardware
 from jaxbench.recipe import published
 from jaxbench.report import command, logs
+from jaxbench.report import compare as compare_module
 from jaxbench.report.compare import compare, values_of
+from jaxbench.report.named import named
 from jaxbench.report.runs import Steps
 from jaxbench.results.verdict import judge
 
@@ -353,6 +355,23 @@ def test_an_interval_covers_the_truth_as_often_as_it_says(repeats):
     assert 4 <= outside <= 20
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_few_runs_that_differ_from_job_to_job(count, repeats, monkeypatch):
+    """Of 100 pairs of sides of the same speed 5 should lie outside, if jobs differ by 1 %."""
+    monkeypatch.setattr(compare_module, "DRAWS", 400)
+    (like,) = command.report([Path(repeats("a", 4.7))], None)
+    generator = np.random.default_rng(7)
+
+    def side():
+        for _ in range(count):
+            steps = 4.7 * generator.normal(1, 0.01) * generator.normal(1, 0.004, 50)
+            run = replace(like.run, steps=Steps(dict(enumerate(steps.tolist()))))
+            yield replace(like, run=run)
+
+    found = [compare([*side()], [*side()], 0.02) for _ in range(100)]
+    assert sum(not comparison.low <= 1 <= comparison.high for comparison in found) <= 12
+
+
 @pytest.mark.parametrize("count", [2, 8])
 def test_repeats_narrow_an_interval(count, repeats):
     """By the root of their number, if they do not differ from each other."""
@@ -369,6 +388,87 @@ def changed_model(folder, into):
     content["summary"]["tflops_per_gpu"] = {name: rate / 2 for name, rate in rates.items()}
     (into / "run.json").write_text(json.dumps(content))
     return into
+
+
+def test_a_run_that_is_not_complete_has_no_step_time_in_a_history(record, tmp_path, capsys):
+    record("good")
+    record("failed", status="failed", reason="rank 3 is lost")
+    assert command.main(["--history", str(tmp_path), "--format", "json"]) == 0
+    (series,) = json.loads(capsys.readouterr().out)
+    times = {run["verdict"]: run["step_time_s"] for run in series["runs"]}
+    assert times == {"pass": 4.7, "failed": None}
+
+
+def test_a_record_of_a_later_version_is_not_read(record, tmp_path):
+    record("later", schema=2)
+    status, (line,) = reported(tmp_path)
+    assert (status, line["verdict"]) == (1, "failed")
+    assert "it has schema 2, and this version of jaxbench reads 1" in line["reason"]
+
+
+def test_logs_below_a_run_of_ours_belong_to_it(record, tmp_path):
+    """As NCCL's traces do, in a folder with a name of a published script's."""
+    traces = record(f"{EXPERIMENT}/1726") / "nccl-trace"
+    traces.mkdir()
+    (traces / "node.1.log").write_text("node:1:1 [0] NCCL INFO cudaDriverVersion 13000\n")
+    status, (line,) = reported(tmp_path)
+    assert (status, line["verdict"]) == (0, "pass")
+
+
+def test_names_tell_runs_apart(record):
+    for side in ("before", "after"):
+        for number in (1, 2):
+            record(f"{side}/{number}")
+    folder = record("alone", label="log").parent
+    found = sorted(run.name for run in named(command.report([folder], None), "published"))
+    row = "llama2_70b_bf16:64"
+    same = [f"{row} · {side}/{number}" for side in ("after", "before") for number in (1, 2)]
+    assert found == sorted([*same, f"{row} · alone"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"step_time_s": 1e308}, "the step time is 1e+308 at iteration 20"),
+        ({"step_time_s": 1e-310}, "the step time is 1e-310 at iteration 20"),
+        ({"step": 10**400}, "missing iterations 20"),
+    ],
+)
+def test_impossible_steps_are_told(changed, reason, record, tmp_path):
+    path = record("run") / "steps.jsonl"
+    lines = path.read_text().splitlines()
+    lines[20] = json.dumps(json.loads(lines[20]) | changed)
+    path.write_text("\n".join(lines))
+    _, (line,) = reported(tmp_path)
+    assert line["reason"] == reason
+    for options in ([str(tmp_path), "--format", "html"], ["--history", str(tmp_path)]):
+        command.main([*options, "--output", str(tmp_path / "page")])
+
+
+def test_texts_of_others_have_one_printable_line(record, tmp_path, capsys):
+    record("good", reason="it failed\n✓ pass   llama2_70b_bf16:64", status="failed")
+    (tmp_path / "evil\x1b[31m.out").symlink_to("/proc/self/mem")
+    assert command.main([str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert "\n✓ pass" not in text
+    broken = tmp_path / "evil\x1b[31m" / "run"
+    broken.mkdir(parents=True)
+    (broken / "run.json").write_text("{")
+    assert command.main(["--compare", str(broken.parent), str(broken.parent)]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_a_pipe_is_written_to(record, tmp_path):
+    """And not replaced by a file."""
+    record("good")
+    pipe = tmp_path.parent / f"{tmp_path.name}-pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert command.main([str(tmp_path), "--format", "csv", "--output", str(pipe)]) == 0
+    assert os.read(reader, 10_000).decode().startswith("verdict,")
+    assert pipe.is_fifo()
+    os.close(reader)
 
 
 def test_another_model_has_a_history_of_its_own(record, capsys):
