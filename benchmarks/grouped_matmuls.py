@@ -45,7 +45,6 @@ from one_gpu.ragged import TILES, by_lax, by_mosaic, by_tokamax, with_gathers
 
 from jaxbench.base import hardware
 from jaxbench.ops.grouped import BLOCK, NONE, Groups, group, pallas, xla
-from jaxbench.ops.moe.dispatch import rank_slots
 from jaxbench.ops.pallas_call import ignoring_pallas_deprecation
 from jaxbench.ops.quantized.per_tensor import GRADIENTS, VALUES
 from jaxbench.plan.absent import compile_only_devices, installed
@@ -184,7 +183,7 @@ def compiled(name: str, gpu_name: str, shape: str, dtype: str, product: str) -> 
     experts, ranks = run.model.experts, run.parallelism.expert
     tokens = run.microbatch * run.batch.sequence_length // run.execution.expert_parts
     received = jax.ShapeDtypeStruct((ranks, experts.count // ranks), jnp.int32)
-    sent, rows = rank_slots(tokens, experts, ranks), tokens * experts.top_k
+    sent, rows = experts.rank_slots(tokens, ranks), tokens * experts.top_k
     groups = jax.eval_shape(partial(group, slots=sent, expected=rows), received)
 
     values, gradients = (jnp.bfloat16,) * 2 if dtype == "bf16" else (VALUES, GRADIENTS)

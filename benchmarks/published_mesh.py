@@ -9,8 +9,9 @@ much of a row's gain comes from the mesh.
     python benchmarks/published_mesh.py --document   # writes the table of docs/forecast.md
 
 Tensor, pipeline, context and expert axes, virtual stages and microbatch are those of
-configs/published.csv. FSDP takes the GPUs that are left. Megatron's distributed optimizer does so
-too, but it gathers weights once per step, and FSDP for each microbatch unless there is a pipeline.
+configs/published.csv. Dropless experts have the fewest slots that lose no token. FSDP takes the
+GPUs that are left. Megatron's distributed optimizer does so too, but it gathers weights once per
+step, and FSDP for each microbatch unless there is a pipeline.
 What is saved for the backward pass is not in that table, so a search chooses it (`CANDIDATES`).
 It begins with what the same layout saved before, on another number of GPUs or in another
 precision, if that is known.
@@ -36,7 +37,7 @@ from tables import replace_table, table
 
 from jaxbench.base.errors import RecipeError, counted
 from jaxbench.base.files import write_whole
-from jaxbench.plan import candidates, search, systems
+from jaxbench.plan import candidates, lost_tokens, search, systems
 from jaxbench.plan.plan import Plan
 from jaxbench.recipe import planned, published, recipes
 from jaxbench.recipe.settings import Run
@@ -107,9 +108,20 @@ class Published:
             f"execution.offload={offload or 'none'}",
         ]
 
+    def with_slots(self, settings: list[str]) -> list[str]:
+        """The same entries, with as many slots for tokens as dropless experts need on this mesh.
+        With fewer tokens at a time they need more."""
+        overrides = recipes.parse_overrides(settings)
+        run = recipes.resolve(self.recipe, self.row.gpus, overrides=overrides)
+        experts = run.model.experts
+        if experts is None or not experts.dropless or experts.routing != "random":
+            return settings
+        factor = f"model.experts.rank_capacity_factor={lost_tokens.least_factor(run)}"
+        return [*settings, factor]
+
     def run(self, saved: str = "full") -> Run:
         """Our row on the published mesh. Raises RecipeError if it cannot run."""
-        overrides = recipes.parse_overrides(self.settings(saved))
+        overrides = recipes.parse_overrides(self.with_slots(self.settings(saved)))
         return recipes.resolve(self.recipe, self.row.gpus, overrides=overrides)
 
 

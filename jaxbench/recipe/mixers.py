@@ -369,6 +369,14 @@ class ExpertsConfig:
             return math.ceil(min(share * self.rank_capacity_factor, tokens) / SLOTS) * SLOTS
         return min(math.ceil(share * self.capacity_factor), tokens)
 
+    def rank_slots(self, tokens: int, ranks: int) -> int:
+        """The slots that a device with so many tokens has for each rank: `rank_capacity_factor`
+        times a fair share, but at most what any choice of experts can need. A single rank has a
+        slot for every assignment."""
+        share = tokens * self.top_k / ranks
+        most = tokens * min(self.top_k, self.count // ranks)
+        return most if ranks == 1 else min(math.ceil(share * self.rank_capacity_factor), most)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MambaConfig:

@@ -21,7 +21,6 @@ The same tokens dropless, with two ranks that hold one expert each, and 3 slots 
 Dimension letters are as in `ops`; T tokens of one device, R its slots.
 """
 
-import math
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -63,7 +62,7 @@ def dispatch(
 
     With a capacity, tokens and gates are `"experts capacity .."`, and empty slots are zero.
     Dropless, both are `"slots .."`. Tokens are then in the order in which they arrive, at most
-    `rank_slots` from each rank; gates are permuted by expert, as the results of the matmuls are
+    `cfg.rank_slots` from each rank; gates are permuted by expert, as the results of the matmuls are
     (`ops.grouped`). Within one rank all tokens have arrived already, each for `top_k` uses.
 
     Dropless tokens for the experts of a rank share slots on their way, even if each expert has
@@ -262,7 +261,7 @@ def rank_routes(
     comparable.
     """
     ranks = mesh.ranks("experts")
-    slots = rank_slots(experts.size // cfg.top_k, cfg, ranks)
+    slots = cfg.rank_slots(experts.size // cfg.top_k, ranks)
     expert = experts.reshape(-1)
     order = jnp.argsort(expert)
     load = jnp.sum(expert[:, None] == jnp.arange(cfg.count), axis=0, dtype=jnp.int32)
@@ -283,12 +282,3 @@ def rank_routes(
 def _expected(assignments: int, cfg: ExpertsConfig, slots: int) -> int:
     """The rows that the busiest rank of a layer gets. All ranks wait for it in the exchange."""
     return min(round(assignments * busiest_share(cfg, mesh.ranks("experts"))), slots)
-
-
-def rank_slots(tokens: int, cfg: ExpertsConfig, ranks: int) -> int:
-    """The slots that a device with so many tokens has for each rank: `rank_capacity_factor` times a
-    fair share, but at most what any choice of experts can need. A single rank has a slot for every
-    assignment."""
-    share = tokens * cfg.top_k / ranks
-    most = tokens * min(cfg.top_k, cfg.count // ranks)
-    return most if ranks == 1 else min(math.ceil(share * cfg.rank_capacity_factor), most)
