@@ -97,6 +97,10 @@ def test_list_shows_every_row(capsys):
     assert re.search(r"(?m)^llama2_70b_bf16 +B200 +64 .* 1,170 \(H100\) +\d+\.\d+ .* fsdp", table)
 
 
+def test_every_listed_gpu_multiplies_in_the_format_of_its_row():
+    assert [row for row in listing.rows() if not row.gpu.multiplies(row.run.precision.dtype)] == []
+
+
 def test_list_without_options_is_a_line_for_each_model(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()[1:]

@@ -71,8 +71,8 @@ def make_parser() -> Parser:
     add("--set", action="append", default=[], metavar="KEY=VALUE",
         help="change a setting of the row: parallelism.fsdp=4")
     add("--steps", type=int,
-        help=f"optimizer steps (default {STEPS}, as published, or {SMOKE_STEPS} for the smoke row; "
-        "with --restore, one more than the checkpoint has)")
+        help=f"optimizer steps (default {STEPS}, as published, or {SMOKE_STEPS} for a smoke row "
+        "without --profile; with --restore, one more than the checkpoint has)")
     add("--seed", type=int, default=0, help="seed of weights and tokens")
     add("--output", type=Path,
         help="new folder for the records (default results/<recipe>/<row>/<time>)")
