@@ -69,6 +69,14 @@ def least_factor(run: Run) -> float:
     return round(factor, 3)
 
 
+def warning(run: Run) -> list[str]:
+    """A line for the plan of a run that loses tokens, with the factor that it needs."""
+    if expected(run) < NONE:
+        return []
+    setting = f"model.experts.rank_capacity_factor={least_factor(run)}"
+    return [f"  experts    lose tokens, so a run could not be compared; enough is --set {setting}"]
+
+
 def _with_factor(run: Run, factor: float) -> Run:
     assert run.model.experts
     experts = replace(run.model.experts, rank_capacity_factor=factor)
