@@ -22,7 +22,8 @@ if [ -n "${JAXBENCH_LOCAL_DEVICES:-}" ] && [ "${SLURM_NTASKS_PER_NODE:-0}" = 1 ]
 fi
 
 . "$root/launch/near.sh"
-bind_near "${SLURM_LOCALID:-0}" "${SLURM_NTASKS_PER_NODE:-1}"
+# In the shell of an allocation SLURM_NTASKS_PER_NODE is set too, but a process there is alone and has all GPUs.
+[ "${SLURM_STEP_NUM_TASKS:-1}" = 1 ] || bind_near "${SLURM_LOCALID:-0}" "${SLURM_NTASKS_PER_NODE:-1}"
 
 rank=${SLURM_PROCID:-${JAX_PROCESS_ID:-0}}
 node=${SLURMD_NODENAME:-$(hostname)}

@@ -16,7 +16,7 @@ Options = dict[str, str | None]
 SAVE_SECONDS = 120
 """The seconds before the time limit at which Slurm sends a signal. They are long enough to save."""
 
-SITE = ("account", "partition", "qos", "reservation", "constraint", "clusters", "wckey")
+SITE = ("account", "partition", "qos", "reservation", "constraint", "wckey")
 """Options that a user may also set with sbatch's own variables (`SBATCH_QOS`)."""
 
 INSTEAD = {
@@ -28,6 +28,7 @@ INSTEAD = {
 RESERVED = {
     "array": "one job is one run; launch/sweep.sh submits many",
     "chdir": "all paths are absolute",
+    "clusters": "set SLURM_CLUSTERS, which jaxbench jobs and launch/sweep.sh need too",
     "distribution": "ranks are placed in blocks, so that the fastest links join neighbours",
     "export": "the job has the environment of launch/submit.sh",
     "export-file": "the job has the environment of launch/submit.sh",

@@ -55,13 +55,20 @@ def ended_by_slurm(state, start, messages):
     """The cause, and whether Slurm requeues the job itself. None if Slurm did nothing to the job.
 
     A job that is being ended is COMPLETING, whatever the cause. A job that Slurm requeues has a
-    higher count of restarts than this start.
+    higher count of restarts than this start. In a partition's grace time (GraceTime) a preempted
+    job still runs, but its processes have got SIGTERM.
     """
     requeued = int(state.get("Restarts") or start) > start
-    if not requeued and state.get("JobState") in (None, "RUNNING"):
-        return None
+    if not requeued and state.get("JobState") in (None, "RUNNING", "SIGNALING"):
+        return ("preempted", False) if in_grace(state) else None
     causes = [cause for text, cause in SLURM if text in messages]
     return (causes or ["requeued" if requeued else "cancelled"])[0], requeued
+
+
+def in_grace(state):
+    """True if Slurm has preempted the job since it started."""
+    preempted = state.get("PreemptTime", "None")
+    return preempted not in ("None", "Unknown") and preempted >= state.get("StartTime", "")
 
 
 def first_error(lines):

@@ -173,7 +173,8 @@ def verdict(step, folder, start, status, messages, state):
     by_slurm = ended_by_slurm(state, start, messages)
     if by_slurm:
         cause, requeued = by_slurm
-        again = cause == "time limit" and not requeued and continues_at_limit()
+        waits = cause == "preempted" or (cause == "time limit" and continues_at_limit())
+        again = waits and not requeued and status != 0
         return Verdict("interrupted", cause, cause, code, again)
     if status == 0:
         if parsed(os.path.join(folder, "run.json")).get("status") == "completed" and (
@@ -313,6 +314,8 @@ def main(step, folder, start, status, messages):
     delay, refusal = "", ""
     if step == "check" and found.nodes and excluding:
         delay = "0"
+    elif found.again and found.cause == "preempted":
+        delay = "0"  # Slurm would requeue the job itself at the end of its grace time
     elif found.again:
         refusal = restart(folder, start, found.cause)
         counted = [s for s in range(start + 1) if read(requeued(folder, s))]

@@ -37,6 +37,16 @@ def test_room_is_kept_and_given_back(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_the_room_grows_with_what_is_written(tmp_path):
+    """The record of many processes is longest when it is written last."""
+    reserve = tmp_path / ".run.json.reserve"
+    file = ReservedJson(tmp_path / "run.json", more=2**20)
+    assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES + 2**20
+    file.write({"a": "x" * 2**21})
+    assert reserve.stat().st_blocks * 512 >= 2**22
+    file.close()
+
+
 def test_a_line_that_cannot_be_written_fails_at_once_and_only_once():
     lines = Lines(Path("/dev/full"))
     with pytest.raises(OSError, match="No space left"):

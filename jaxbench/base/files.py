@@ -24,7 +24,7 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.untrusted import read_json
 
 RESERVE_BYTES = 2**18
-"""Disk space reserved for a record: several times the size of the largest record."""
+"""Disk space reserved for a record: several times the size of a record of one node."""
 
 LEASE_S = 120.0
 """Seconds for which one start of a job waits for the lock of the start before it. If a node dies,
@@ -219,25 +219,28 @@ class ReservedJson:
     """A JSON file that can be replaced as a whole on a full disk, because space is reserved for it.
 
     The reserve is a separate file, `.<name>.reserve`. A write goes into the reserve and renames it.
-    Then a new reserve is allocated if possible.
+    Then a new reserve is allocated if possible, at least `RESERVE_BYTES`, `more` bytes more, and
+    twice what was written.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, more: int = 0):
         self.path, self._reserve = path, path.with_name(f".{path.name}.reserve")
-        self._allocate()
+        self._least = RESERVE_BYTES + more
+        self._allocate(self._least)
 
-    def _allocate(self) -> None:
+    def _allocate(self, size: int) -> None:
         with open(open_unlinked(self._reserve), "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+            os.posix_fallocate(file.fileno(), 0, size)
 
     def write(self, content: Any) -> None:
         """Replaces the content. Raises OSError if even the reserved space is gone."""
+        text = as_json(content).encode()
         with open(open_unlinked(self._reserve), "wb") as file:
-            file.write(as_json(content).encode())
+            file.write(text)
             file.truncate()
         os.replace(self._reserve, self.path)
         with contextlib.suppress(OSError):  # the next write tries again
-            self._allocate()
+            self._allocate(max(self._least, 2 * len(text)))
 
     def close(self) -> None:
         """Deletes the reserve."""

@@ -117,7 +117,9 @@ def queue() -> Queue:
     """This user's jobs in Slurm's queue. Raises RecipeError if Slurm does not answer, since jobs
     would seem lost."""
     answer = slurm("squeue", "--me", "--noheader", "--format=%A|%T|%M|%R")
-    return {line.split("|")[0]: line.split("|")[1:] for line in answer.split("\n") if line}
+    # With SLURM_CLUSTERS there is also a line with the name of the cluster.
+    lines = [line.split("|") for line in answer.split("\n") if line[:8] not in ("", "CLUSTER:")]
+    return {number: rest for number, *rest in lines}
 
 
 def record_of(folder: Path) -> dict[str, Any]:

@@ -31,8 +31,9 @@ class Signals:
 
     While steps run, all processes stop before the same step, and `agreed` is then the signal.
     Before the first step, a thread calls `abandon` at once: the main thread may be in the compiler
-    for minutes, and Python handles no signal meanwhile. A second signal to the same process raises
-    KeyboardInterrupt.
+    for minutes, and Python handles no signal meanwhile. A second Ctrl-C raises KeyboardInterrupt.
+    Other signals do not: Slurm sends a second one while a job may still save, after its notice of
+    the time limit and at the end of a grace time.
     """
 
     def __init__(self, abandon: Callable[[signal.Signals], None]) -> None:
@@ -63,7 +64,7 @@ class Signals:
 
     def _receive(self, number: int, frame: Any) -> None:
         self._received.append(number)
-        if len(self._received) > 1:
+        if len(self._received) > 1 and number == signal.SIGINT:
             raise KeyboardInterrupt
 
     def stop(self, step: int) -> bool:

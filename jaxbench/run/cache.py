@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxbench.base.files import private
 from jaxbench.cluster import job
 from jaxbench.jax_internals import KEEPS_AUTOTUNING
+
+WRITE_FAILED = "Error writing persistent compilation cache entry"
+"""The beginning of JAX's warning (jax/_src/compiler.py)."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +94,31 @@ def program_cache(
         used = job.broadcast("compilation cache folder", lambda: name if cached else new)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
-        with cache_in(own and own / used):
+        with cache_in(own and own / used), _failed_writes() as failed:
             yield replace(kept, program=cached)
         if jax.process_index() == 0 and own and not cached and (own / used).is_dir():
             try:
+                if failed:  # part of a program is there, which no later start could read
+                    raise OSError(failed[0])
                 (own / used).rename(own / name)
-            except OSError:  # another job was faster
+            except OSError:  # or another job was faster
                 shutil.rmtree(own / used, ignore_errors=True)
+
+
+@contextmanager
+def _failed_writes() -> Iterator[list[str]]:
+    """Yields a list that has, after this context, JAX's warnings that it could not write into its
+    cache. All warnings are shown then."""
+    failed: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield failed
+        finally:
+            texts = (str(warning.message) for warning in caught)
+            failed += [text for text in texts if text.startswith(WRITE_FAILED)]
+    for warning in caught:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def name_of(identity: dict[str, Any]) -> str:

@@ -192,6 +192,8 @@ def compile_with_pgle(
     before = [s["step_time_s"] for s in run_steps(replace(run, steps=TIMED_STEPS), program)]
     collecting = compile_without_graphs(run, guide=broadcast_guide("visible schedule")).program
     trace, path = folder / "pgle", (folder / "pgle" / "profile.pb").absolute()
+    if jax.process_index() == 0:  # an earlier start may have left a profile of its program
+        shutil.rmtree(trace / "plugins", ignore_errors=True)
     last = 1 + PROFILED_STEPS
     start, stop = partial(jax.profiler.start_trace, trace), jax.profiler.stop_trace
     pauses = [Window(1, last, start, stop)] if jax.process_index() == 0 else []

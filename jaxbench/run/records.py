@@ -16,6 +16,9 @@ from jaxbench.results.throughput import energy, throughput
 from jaxbench.results.verdict import SMOKE
 from jaxbench.run import sampling, summary
 
+RANK_BYTES = 2**10
+"""Disk space reserved for what a record says of a process: more than it needs."""
+
 REWRITE_S = 60.0
 """Seconds after which we write run.json again during training."""
 
@@ -73,7 +76,9 @@ class Recorder:
         self._writing = threading.Lock()
         if folder is None:
             return
-        self._json = ReservedJson(folder / "run.json")
+        self._json = ReservedJson(
+            folder / "run.json", RANK_BYTES * record["hardware"].get("processes", 1)
+        )
         self.begin(start, {})
         self._log = Lines(folder / f"log-{run.recipe}_{run.row}.out")
         if run.label == "smoke":

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -234,6 +235,28 @@ def test_a_signal_while_it_compiles_ends_it_at_once(number, reason, tmp_path):
     assert time.monotonic() - began < 5
     record, steps = read(tmp_path)
     assert (record["status"], record["reason"], steps) == ("interrupted", reason, [])
+
+
+SECOND = """
+import os, signal, sys
+from jaxbench.cluster.signals import Signals
+signals = Signals(print)
+signals.stop(0)
+for number in sys.argv[1:]:
+    os.kill(os.getpid(), int(number))
+print(signals.stop(1), signals.agreed.name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "aborts"), [(signal.SIGTERM, False), (signal.SIGUSR1, False), (signal.SIGINT, True)]
+)
+def test_only_a_second_ctrl_c_aborts_what_is_saved(number, aborts):
+    """Slurm sends a second signal while a job may still save."""
+    command = [sys.executable, "-c", SECOND, str(int(signal.SIGUSR1)), str(int(number))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ("KeyboardInterrupt" in done.stderr) is aborts
+    assert done.stdout == ("" if aborts else "True SIGUSR1\n")
 
 
 LOST = {

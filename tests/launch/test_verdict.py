@@ -136,6 +136,21 @@ def test_why_slurm_starts_a_job_again(said, verdict_is, job, tmp_path, capsys):
     assert capsys.readouterr().out == f"interrupted: {verdict_is}\n"
 
 
+@pytest.mark.parametrize(
+    ("preempted", "cause", "counted"),
+    [("2026-11-29T16:48:40", "preempted", False), ("2026-11-29T15:00:00", "SIGTERM", True),
+     ("None", "SIGTERM", True)],
+)  # fmt: skip
+def test_a_preempted_job_in_its_grace_time_comes_back(preempted, cause, counted, job, tmp_path):
+    """Slurm sends SIGTERM while the job still runs. A preemption of an earlier start is none."""
+    state = f"JobState=RUNNING Restarts=0 StartTime=2026-11-29T16:00:00 PreemptTime={preempted}"
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho JobId=7 {state}\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    again, record = job(128 + signal.SIGTERM)
+    assert (again, record["status"], record["cause"]) == (True, "interrupted", cause)
+    assert (tmp_path / "ranks" / "start-1" / "requeued").exists() is counted
+
+
 @pytest.fixture
 def starts(tmp_path, monkeypatch):
     """Ends the starts of a job that saves, each by the loss of a rank: (delays, lines).
