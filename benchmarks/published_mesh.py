@@ -108,20 +108,18 @@ class Published:
             f"execution.offload={offload or 'none'}",
         ]
 
-    def with_slots(self, settings: list[str]) -> list[str]:
-        """The same entries, with as many slots for tokens as dropless experts need on this mesh.
-        With fewer tokens at a time they need more."""
-        overrides = recipes.parse_overrides(settings)
-        run = recipes.resolve(self.recipe, self.row.gpus, overrides=overrides)
-        experts = run.model.experts
-        if experts is None or not experts.dropless or experts.routing != "random":
-            return settings
-        factor = f"model.experts.rank_capacity_factor={lost_tokens.least_factor(run)}"
-        return [*settings, factor]
-
     def run(self, saved: str = "full") -> Run:
-        """Our row on the published mesh. Raises RecipeError if it cannot run."""
-        overrides = recipes.parse_overrides(self.with_slots(self.settings(saved)))
+        """Our row on the published mesh, with as many slots for tokens as dropless experts need
+        there. Raises RecipeError if it cannot run."""
+        settings = self.settings(saved)
+        run = self._resolved(settings)
+        if not lost_tokens.can_happen(run):
+            return run
+        factor = f"model.experts.rank_capacity_factor={lost_tokens.least_factor(run)}"
+        return self._resolved([*settings, factor])
+
+    def _resolved(self, settings: list[str]) -> Run:
+        overrides = recipes.parse_overrides(settings)
         return recipes.resolve(self.recipe, self.row.gpus, overrides=overrides)
 
 

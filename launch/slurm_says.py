@@ -59,10 +59,15 @@ def ended_by_slurm(state, start, messages):
     job still runs, but its processes have got SIGTERM.
     """
     requeued = int(state.get("Restarts") or start) > start
-    if not requeued and state.get("JobState") in (None, "RUNNING", "SIGNALING"):
+    if not requeued and still_runs(state):
         return ("preempted", False) if in_grace(state) else None
     causes = [cause for text, cause in SLURM if text in messages]
     return (causes or ["requeued" if requeued else "cancelled"])[0], requeued
+
+
+def still_runs(state):
+    """True for a job that Slurm is not ending."""
+    return state.get("JobState") in (None, "RUNNING", "SIGNALING")
 
 
 def in_grace(state):

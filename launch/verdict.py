@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from slurm_says import TASK, ended_by_slurm, job_state, one_node, slurms, srun_error
+from slurm_says import TASK, ended_by_slurm, job_state, one_node, slurms, srun_error, still_runs
 
 from jaxbench.base.errors import STATUS
 
@@ -171,10 +171,11 @@ def verdict(step, folder, start, status, messages, state):
     first = first_failure(messages)
     code = int(first.group(3)) if first else status
     by_slurm = ended_by_slurm(state, start, messages)
-    if by_slurm:
+    # In a grace time a run may also end by itself.
+    if by_slurm and (status != 0 or not still_runs(state)):
         cause, requeued = by_slurm
         waits = cause == "preempted" or (cause == "time limit" and continues_at_limit())
-        again = waits and not requeued and status != 0
+        again = waits and not requeued
         return Verdict("interrupted", cause, cause, code, again)
     if status == 0:
         if parsed(os.path.join(folder, "run.json")).get("status") == "completed" and (

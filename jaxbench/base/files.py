@@ -181,8 +181,8 @@ def check_schema(record: dict[str, Any]) -> None:
 def recorded(folder: Path) -> dict[str, Any]:
     """The record of a run, or of its job if the run has no record yet. Raises FileNotFoundError if
     there is neither, and ValueError if the file is no record."""
-    run, job = (folder / name for name in RECORDS)
-    path = job if job.is_file() and not run.is_file() else run
+    paths = [folder / name for name in RECORDS]
+    path = next((path for path in paths if path.is_file()), paths[0])
     content = read_json(path)
     if not isinstance(content, dict) or "status" not in content:
         raise ValueError(f"{path.name}: expected a JSON object with a status")

@@ -118,8 +118,8 @@ def queue() -> Queue:
     would seem lost."""
     answer = slurm("squeue", "--me", "--noheader", "--format=%A|%T|%M|%R")
     # With SLURM_CLUSTERS there is also a line with the name of the cluster.
-    lines = [line.split("|") for line in answer.split("\n") if line[:8] not in ("", "CLUSTER:")]
-    return {number: rest for number, *rest in lines}
+    lines = [line for line in answer.split("\n") if line and not line.startswith("CLUSTER:")]
+    return {number: rest for number, *rest in (line.split("|") for line in lines)}
 
 
 def record_of(folder: Path) -> dict[str, Any]:

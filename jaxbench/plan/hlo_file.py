@@ -56,8 +56,8 @@ class HloStep(Step):
 
     `arguments` and `outputs` are those in the memory of the device; outputs that take the memory of
     an argument do not count. `peak` is from the compiler's account next to the file; None without
-    one. `flops` are by kind and dtype. `assumed` names what
-    may run in another way than we counted it.
+    one. `flops` are by kind and dtype. `assumed` names what may run in another way than we counted
+    it.
     """
 
     file: str

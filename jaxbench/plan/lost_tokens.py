@@ -25,24 +25,27 @@ STEP = 0.005
 """The step in which `least_factor` tries larger factors."""
 
 
+def can_happen(run: Run) -> bool:
+    """True for dropless experts and random routing."""
+    experts = run.model.experts
+    return experts is not None and experts.dropless and experts.routing == "random"
+
+
 def expected(run: Run) -> float:
     """How often, in the steps that count, some expert or rank of experts gets more tokens than it
-    has slots. 0 without dropless experts and random routing. A run that loses a token is not
-    comparable.
+    has slots. 0 if that cannot happen. A run that loses a token is not comparable.
 
     A token needs a slot twice: on its way, among the tokens of one device for one rank of experts,
     and where it arrives, among those of all ranks for one expert.
     """
     e, p, b = run.model.experts, run.parallelism, run.batch
-    if e is None or not e.dropless or e.routing != "random":
+    if e is None or not can_happen(run):
         return 0.0
     ranks, parts = p.expert * p.tensor, run.execution.expert_parts
     tokens = run.microbatch * b.sequence_length // (p.context * p.tensor * parts)
-    layers = len(run.model.each(ExpertsConfig)) + sum(
-        run.model.prediction.depth
-        for mixer in run.model.predicting
-        if run.model.prediction and isinstance(mixer, ExpertsConfig)
-    )
+    depth = run.model.prediction.depth if run.model.prediction else 0
+    predicting = sum(isinstance(mixer, ExpertsConfig) for mixer in run.model.predicting)
+    layers = len(run.model.each(ExpertsConfig)) + depth * predicting
     steps = PUBLISHED[1] - PUBLISHED[0] + 1
     draws = layers * run.accumulation * parts * run.gpus // p.pipeline * steps
 

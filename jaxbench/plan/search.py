@@ -85,6 +85,7 @@ class Search:
         execution, without_host = self.row.execution, None if gpu.host_limit else "none"
         self.remat = execution.remat if "execution.remat" in fixed else None
         self.offload = execution.offload if "execution.offload" in fixed else without_host
+        self.row_loses = lost_tokens.expected(self.row) >= lost_tokens.NONE
         every = candidates.layouts(self.row, fixed)
         small = [run for run in every if least_state(run) <= self.limit]
         self.layouts = [run for run in small if self._has_slots(run)]
@@ -95,8 +96,7 @@ class Search:
     def _has_slots(self, run: Run) -> bool:
         """False if dropless experts lose tokens, since that run could not be compared. If those of
         the row do so, no candidate is refused for it."""
-        losses = lost_tokens.expected(run)
-        return losses < lost_tokens.NONE or lost_tokens.expected(self.row) >= lost_tokens.NONE
+        return self.row_loses or lost_tokens.expected(run) < lost_tokens.NONE
 
     def batch(self, count: int) -> list[Run]:
         """The next candidates, at most `count`, that differ in layout or options. The row alone

@@ -91,12 +91,11 @@ def rows() -> Iterator[Row]:
     if the recipe has a table for it. Rows for every GPU are listed for the H100, or for the first
     GPU with a table if the H100 does not multiply in their format."""
     for recipe in recipes.load_all():
-        tables = {"h100": recipe.rows, **recipe.gpu_rows}
-        names = [(gpu, row) for gpu, rows in tables.items() for row in rows if row != recipes.SMOKE]
+        dtype = recipes.resolve(recipe, recipes.SMOKE).precision.dtype
+        common = "h100" if hardware.H100.multiplies(dtype) else next(iter(recipe.gpu_rows))
+        tables = (common, recipe.rows), *recipe.gpu_rows.items()
+        names = [(gpu, row) for gpu, rows in tables for row in rows if row != recipes.SMOKE]
         for name, row in names:
-            run = recipes.resolve(recipe.on(hardware.PLANNED[name]), row)
-            if not hardware.PLANNED[name].multiplies(run.precision.dtype):
-                name = next(iter(recipe.gpu_rows))
             gpu = hardware.PLANNED[name]
             run = recipes.resolve(recipe.on(gpu), row)
             step_s, interval = forecasts().get((recipe.name, name, run.gpus), (None, None))

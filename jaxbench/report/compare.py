@@ -118,11 +118,11 @@ def _from_job_to_job(a: list[np.ndarray], b: list[np.ndarray]) -> tuple[float, f
     1947, for their logarithms)."""
     means = [np.log([times.mean() for times in side]) for side in (a, b)]
     variances = [side.var(ddof=1) / len(side) for side in means]
+    middle = means[1].mean() - means[0].mean()
     if not (error := sum(variances)):
-        return 1.0, 1.0
+        return float(np.exp(middle)), float(np.exp(middle))
     parts = zip(variances, means, strict=True)
     freedom = error**2 / sum(variance**2 / (len(side) - 1) for variance, side in parts)
-    middle = means[1].mean() - means[0].mean()
     width = student((1 + CONFIDENCE) / 2, freedom) * error**0.5
     return float(np.exp(middle - width)), float(np.exp(middle + width))
 

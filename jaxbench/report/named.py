@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jaxbench.base.hardware import NULL
+from jaxbench.base.untrusted import printable
 from jaxbench.report import formats
 from jaxbench.report.gap import explain
 from jaxbench.report.runs import Result, RunData
@@ -63,23 +63,19 @@ def named(results: Sequence[Result], convention: str) -> list[NamedRun]:
     """The runs, numbered and named, smoke runs last. If several runs have the same recipe, their
     names include the run's folder, with as many of its parents as tell the runs apart."""
     results = sorted(results, key=lambda result: result.run.label == "smoke")
-    lines = [formats.line(result, convention) for result in results]
-    folders = [
-        path if result.run.path.is_dir() else path.parent
-        for result, line in zip(results, lines, strict=True)
-        for path in [Path(line["path"])]
-    ]
+    paths = [result.run.path for result in results]
+    parts = [(path if path.is_dir() else path.parent).parts for path in paths]
     recipes = [_name(result.run) for result in results]
     names = recipes
-    for parents in range(1, 1 + max((len(folder.parts) for folder in folders), default=0)):
+    for parents in range(1, 1 + max(map(len, parts), default=0)):
         same = Counter(names)
         names = [
-            f"{recipe} · {'/'.join(folder.parts[-parents:])}" if same[name] > 1 else name
-            for recipe, folder, name in zip(recipes, folders, names, strict=True)
+            f"{recipe} · {printable('/'.join(folder[-parents:]))}" if same[name] > 1 else name
+            for recipe, folder, name in zip(recipes, parts, names, strict=True)
         ]
     return [
-        NamedRun(number=number, result=result, line=line, name=name)
-        for number, (result, line, name) in enumerate(zip(results, lines, names, strict=True), 1)
+        NamedRun(number=n, result=result, line=formats.line(result, convention), name=name)
+        for n, (result, name) in enumerate(zip(results, names, strict=True), 1)
     ]
 
 

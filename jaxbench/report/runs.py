@@ -20,8 +20,11 @@ Window = tuple[int, int]
 LISTED = 5
 """The number of missing iterations that a reason names. It counts the rest."""
 
-POSSIBLE_S = 1e-9, 1e9
-"""The seconds that a step can take. Sums and ratios of other values may overflow."""
+
+def possible(seconds: float) -> bool:
+    """True for a time that a step can take. Sums and ratios of other values may overflow."""
+    return 1e-9 <= seconds <= 1e9
+
 
 Repeats = Literal["never", "redrawn", "processes"]
 
@@ -48,8 +51,7 @@ class Steps:
     def add(self, iteration: int, seconds: float, loss: float) -> None:
         """Records one logged iteration."""
         for name, value in (("step time", seconds), ("loss", loss)):
-            least, most = POSSIBLE_S if name == "step time" else (-math.inf, math.inf)
-            valid = math.isfinite(value) and least <= value <= most
+            valid = math.isfinite(value) if name == "loss" else possible(value)
             if self.invalid is None and not valid:
                 self.invalid = f"the {name} is {value} at iteration {iteration}"
         earliest = self.last + {"never": 1, "redrawn": 0, "processes": -1}[self.repeats]
@@ -207,8 +209,7 @@ def evaluate(run: RunData, window: Window) -> Result:
     incomplete = [*run.unfinished, *run.steps.problems(), *filter(None, [run.mixed(window)])]
     if not incomplete and len(times) < last - first + 1:
         incomplete = [f"some of the iterations {first} to {last} are missing"]
-    least, most = POSSIBLE_S
-    usable = [t for t in times if least <= t <= most]
+    usable = [t for t in times if possible(t)]
     means: Mapping[str, float] = spread(usable) if usable else {}
     short = too_short(run.steps.last + 1, run.steps.first)
     verdict = judge(

@@ -97,12 +97,10 @@ def program_cache(
         with cache_in(own and own / used), _failed_writes() as failed:
             yield replace(kept, program=cached)
         if jax.process_index() == 0 and own and not cached and (own / used).is_dir():
-            try:
-                if failed:  # part of a program is there, which no later start could read
-                    raise OSError(failed[0])
-                (own / used).rename(own / name)
-            except OSError:  # or another job was faster
-                shutil.rmtree(own / used, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another job was faster
+                if not failed:  # no later start could read a part of a program
+                    (own / used).rename(own / name)
+            shutil.rmtree(own / used, ignore_errors=True)
 
 
 @contextmanager
@@ -110,15 +108,16 @@ def _failed_writes() -> Iterator[list[str]]:
     """Yields a list that has, after this context, JAX's warnings that it could not write into its
     cache. All warnings are shown then."""
     failed: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
+    caught: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             yield failed
-        finally:
-            texts = (str(warning.message) for warning in caught)
-            failed += [text for text in texts if text.startswith(WRITE_FAILED)]
-    for warning in caught:
-        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    finally:
+        texts = (str(warning.message) for warning in caught)
+        failed += [text for text in texts if text.startswith(WRITE_FAILED)]
+        for w in caught:
+            warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
 
 
 def name_of(identity: dict[str, Any]) -> str:

@@ -76,9 +76,7 @@ class Recorder:
         self._writing = threading.Lock()
         if folder is None:
             return
-        self._json = ReservedJson(
-            folder / "run.json", RANK_BYTES * record["hardware"].get("processes", 1)
-        )
+        self._json = ReservedJson(folder / "run.json", RANK_BYTES * record["hardware"]["processes"])
         self.begin(start, {})
         self._log = Lines(folder / f"log-{run.recipe}_{run.row}.out")
         if run.label == "smoke":

@@ -13,12 +13,7 @@ from jaxbench.models.decoder import prediction_segment, segments
 from jaxbench.ops import attention, grouped, quantized, ssd
 from jaxbench.ops.implementations import Task
 from jaxbench.ops.layer_stack import can_offload
-from jaxbench.recipe.mixers import (
-    AttentionConfig,
-    ExpertsConfig,
-    LatentAttentionConfig,
-    MambaConfig,
-)
+from jaxbench.recipe.mixers import AnyAttentionConfig, ExpertsConfig, MambaConfig
 from jaxbench.recipe.settings import Run
 from jaxbench.train.program import device_kind, forecast_gpu, parse_program
 from jaxbench.train.step import abstract_state
@@ -94,20 +89,18 @@ def check_program(compiled: Any, run: Run) -> None:
     mesh."""
     model, platform = run.model, mesh.platform()
     chosen = choose_kernels(run.execution, _task(run, platform, mesh.capability()))
+
     # A model that is cut to a few layers may have none of a kind that its family has.
-    built = {type(mixer) for mixer in (*model.mixers, *model.predicting)}
+    def has(kind: Any) -> bool:
+        return any(isinstance(mixer, kind) for mixer in (*model.mixers, *model.predicting))
+
+    of_experts = model.dropless and has(ExpertsConfig)
     requested = (
-        ("fused attention", AttentionConfig, attention.IMPLEMENTATIONS[chosen.attention]),
-        ("fused attention", LatentAttentionConfig, attention.IMPLEMENTATIONS[chosen.attention]),
-        ("a fused Mamba-2 scan", MambaConfig, ssd.IMPLEMENTATIONS[chosen.ssd]),
-        ("grouped matmuls", ExpertsConfig, grouped.IMPLEMENTATIONS[chosen.grouped_matmul]),
+        ("fused attention", has(AnyAttentionConfig), attention.IMPLEMENTATIONS[chosen.attention]),
+        ("a fused Mamba-2 scan", has(MambaConfig), ssd.IMPLEMENTATIONS[chosen.ssd]),
+        ("grouped matmuls", of_experts, grouped.IMPLEMENTATIONS[chosen.grouped_matmul]),
     )
-    expected = [
-        (what, target)
-        for what, kind, kernel in requested
-        if kind in built and (kind is not ExpertsConfig or model.dropless)
-        for target in kernel.calls
-    ]
+    expected = [(what, t) for what, present, kernel in requested if present for t in kernel.calls]
     is_quantized = run.precision.quantized and platform == "gpu"
     if not (expected or is_quantized):
         return

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jaxbench.base.hardware import Gpu
 from jaxbench.xla.hlo import Program
-from jaxbench.xla.instruction import Instruction, Scope, result_shape, root, shape_bytes
+from jaxbench.xla.instruction import ARRAY, Instruction, Scope, result_shape, root, shape_bytes
 from jaxbench.xla.kernels import launches_kernel
 
 MEMORY = "S(5)"
@@ -14,7 +14,7 @@ MEMORY = "S(5)"
 
 TO_HOST, FROM_HOST = "to host", "from host"
 
-ARRAY = re.compile(r"(\w+\[[\d,<=]*\])(?:\{([^}]*)\})?")
+WITH_LAYOUT = re.compile(rf"({ARRAY})(?:\{{([^}}]*)\}})?")
 """Pattern of an array in a shape, and of its layout."""
 
 
@@ -44,7 +44,7 @@ def copies(i: Instruction, scope: Scope) -> bool:
 
 def located(shape: str) -> list[tuple[int, bool]]:
     """(bytes, True if in host memory) of each array in a shape; tuples are flattened."""
-    return [(shape_bytes(array), MEMORY in layout) for array, layout in ARRAY.findall(shape)]
+    return [(shape_bytes(array), MEMORY in layout) for array, layout in WITH_LAYOUT.findall(shape)]
 
 
 def sizes(program: Program) -> set[int]:

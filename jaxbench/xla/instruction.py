@@ -138,16 +138,20 @@ class Instruction:
         return 1 if trips is None else trips
 
 
+ARRAY = r"\w+\[[\d,<=]*\]"
+"""Pattern of the shape of an array, without its layout. A dimension of dynamic size is `<=8`."""
+
+
 def array_shapes(shape: str) -> list[str]:
     """The shape of each array in an HLO shape, without its layout; tuples are flattened."""
-    return re.findall(r"\w+\[[\d,<=]*\]", shape)
+    return re.findall(ARRAY, shape)
 
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     """(dtype, dimensions) of each array in an HLO shape; tuples are flattened. A dimension of
-    dynamic size, `<=8`, has its largest size."""
-    found = re.findall(r"(\w+)\[([\d,<=]*)\]", shape)
-    return [(dtype, tuple(ints(dims))) for dtype, dims in found]
+    dynamic size has its largest size."""
+    found = (array.partition("[") for array in array_shapes(shape))
+    return [(dtype, tuple(ints(dims))) for dtype, _, dims in found]
 
 
 def shape_bytes(shape: str) -> int:

@@ -223,5 +223,6 @@ def _updates(scatter: Instruction) -> list[str]:
 def _size(i: Instruction) -> int:
     """The bytes of an instruction's result, without the workspace of a matmul."""
     shape = result_shape(i)
-    workspace = arrays(shape)[-1][1] if i.target in GEMM_CALLS and shape.startswith("(") else (0,)
-    return shape_bytes(shape) - math.prod(workspace)
+    if i.target in GEMM_CALLS and shape.startswith("("):
+        return shape_bytes(shape) - math.prod(arrays(shape)[-1][1])
+    return shape_bytes(shape)

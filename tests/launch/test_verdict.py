@@ -151,6 +151,15 @@ def test_a_preempted_job_in_its_grace_time_comes_back(preempted, cause, counted,
     assert (tmp_path / "ranks" / "start-1" / "requeued").exists() is counted
 
 
+def test_a_run_that_completes_in_its_grace_time_is_complete(tmp_path):
+    state = {"JobState": "RUNNING", "StartTime": "2026-11-29T16:00:00",
+             "PreemptTime": "2026-11-29T16:48:40"}  # fmt: skip
+    (tmp_path / "run.json").write_text('{"status": "completed"}')
+    (tmp_path / "steps.jsonl").write_text('{"step": 49}\n')
+    found = verdict.verdict("train", str(tmp_path), 0, 0, "", state)
+    assert (found.status, found.again) == ("completed", False)
+
+
 @pytest.fixture
 def starts(tmp_path, monkeypatch):
     """Ends the starts of a job that saves, each by the loss of a rank: (delays, lines).

@@ -372,6 +372,12 @@ def test_few_runs_that_differ_from_job_to_job(count, repeats, monkeypatch):
     assert sum(not comparison.low <= 1 <= comparison.high for comparison in found) <= 12
 
 
+def test_equal_runs_of_two_speeds_differ(repeats):
+    """Each side has the same run twice, and one side is 10 % slower."""
+    a, b = (command.report([Path(repeats(name, s))], None) for name, s in (("a", 4.7), ("b", 5.17)))
+    assert compare(a * 2, b * 2, 0.02).verdict == "slower"
+
+
 @pytest.mark.parametrize("count", [2, 8])
 def test_repeats_narrow_an_interval(count, repeats):
     """By the root of their number, if they do not differ from each other."""

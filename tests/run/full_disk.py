@@ -28,7 +28,7 @@ folder, moment = Path(sys.argv[1]), sys.argv[2]
 run = recipes.resolve(recipes.load("llama31_8b_bf16"), "smoke")
 record = {
     "label": run.label, "comparable": True, "recipe": recipes.describe(run), "published": None,
-    "not_comparable_because": [], "hardware": {"device": "x86_64", "null": False},
+    "not_comparable_because": [], "hardware": {"device": "x86_64", "null": False, "processes": 1},
     "first_step": 0, "starts": [{"step": 0, "changed": {}}],
 }  # fmt: skip
 recorder = Recorder(folder, run, record)

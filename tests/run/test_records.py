@@ -44,7 +44,7 @@ def record_of(run):
     return {
         "label": run.label, "comparable": False, "not_comparable_because": ["smoke"],
         "recipe": recipes.describe(run), "published": None,
-        "hardware": {"device": "x86_64", "null": False},
+        "hardware": {"device": "x86_64", "null": False, "processes": 1},
         "first_step": 0, "starts": [{"step": 0, "changed": {}}],
     }  # fmt: skip
 
