@@ -8,8 +8,10 @@ root=$(CDPATH= cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 venv=${JAXBENCH_VENV:-$root/.venv}
 python=python3
-if [ -z "${RUN_CONF_IMAGE:-}" ] || [ -n "${JAXBENCH_VENV:-}" ]; then # an image has packages of its own
-  [ ! -x "$venv/bin/python" ] || python=$venv/bin/python
+if [ -n "${JAXBENCH_VENV:-}" ]; then
+  python=$venv/bin/python
+elif [ -z "${RUN_CONF_IMAGE:-}" ] && [ -x "$venv/bin/python" ]; then # an image has packages of its own
+  python=$venv/bin/python
 fi
 # Use only packages of the environment: none from PYTHONPATH, from the working directory, or from the user's home.
 unset "${!PYTHON@}"
@@ -62,7 +64,7 @@ fi
 status=0
 "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("jax") is None)' || status=$?
 [ "$status" -le 128 ] || end "$status" # a signal ended it
-[ "$status" = 0 ] || end 2 "no Python with jax, neither $venv/bin/python nor $python; launch/setup.sh installs it into a folder that every node has to see"
+[ "$status" = 0 ] || end 2 "no Python with jax at $python; launch/setup.sh installs one into a folder that every node has to see"
 before=$(oom_kills)
 "${command[@]}" 2>&1 || status=$?
 if [ "$status" = 137 ] && [ "$(oom_kills)" != "$before" ]; then

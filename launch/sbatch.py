@@ -114,14 +114,14 @@ def merge(launcher: Options, user: Options) -> Options:
     return launcher | user
 
 
-def check(results: Path, settings: Mapping[str, str], root: Path) -> None:
+def check(results: Path, settings: Mapping[str, str]) -> None:
     """Raises RecipeError if there is no Slurm, if the image cannot be used, or if the results
     cannot be written. Makes the folder of the results. `submit.sh` has checked the virtual
     environment."""
     if shutil.which("sbatch") is None:
         raise RecipeError(NO_SLURM.format("sbatch"))
     if image := settings.get("RUN_CONF_IMAGE"):
-        check_image(image, (root, Path(settings["JAXBENCH_STAGE"])))
+        check_image(image)
     try:
         results.mkdir(parents=True, exist_ok=True)
         writable = os.access(results, os.W_OK | os.X_OK)
@@ -135,22 +135,29 @@ def check(results: Path, settings: Mapping[str, str], root: Path) -> None:
         )
 
 
-def image_path(name: str) -> str:
-    """An image in the form that pyxis takes: an absolute path, or a reference to a registry."""
-    is_file = Path(name).exists() or not ("://" in name or "#" in name)
-    return str(Path(name).absolute()) if is_file else name
+def container(image: str, needed: Iterable[Path]) -> dict[str, str]:
+    """The settings of a job in a container: the image, in the form that pyxis takes (an absolute
+    path, or a reference to a registry), and what the container needs of the host, at the same
+    paths. Raises RecipeError if it cannot mount one of these."""
+    is_file = Path(image).exists() or not ("://" in image or "#" in image)
+    paths = set(needed)
+    mounts = sorted(str(path) for path in paths if not paths & {*path.parents})
+    for path in mounts:
+        if re.search("[:,]", path):
+            raise RecipeError(f"{path}: a container cannot mount a path with : or ,")
+    return {
+        "RUN_CONF_IMAGE": str(Path(image).absolute()) if is_file else image,
+        "JAXBENCH_MOUNTS": ",".join(f"{path}:{path}" for path in mounts),
+    }
 
 
-def check_image(image: str, mounts: Iterable[Path]) -> None:
+def check_image(image: str) -> None:
     """Raises RecipeError if an image does not exist, or if srun cannot start it."""
     if image.startswith("/") and not Path(image).is_file():
         raise RecipeError(
             f"RUN_CONF_IMAGE: there is no file {image}; launch/setup.sh makes one, and an image of "
             "a registry is written docker://... or registry#image"
         )
-    for path in mounts:
-        if re.search("[:,]", str(path)):
-            raise RecipeError(f"{path}: a container cannot mount a path with : or ,")
     done = subprocess.run(["srun", "--help"], capture_output=True, text=True)
     if "--container-image" not in done.stdout + done.stderr:
         raise RecipeError(

@@ -205,9 +205,14 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
         "JAXBENCH_LOCAL_DEVICES": local, "JAXBENCH_RESTARTS": str(args.restarts),
         "JAXBENCH_CHECK": check, "JAXBENCH_EXCLUDE_SLOW": str(args.exclude_slow).lower(),
         "JAXBENCH_CHECK_OPTIONS": f"--{'cpu' if args.cpu else 'local'}-devices {local}",
-        **({"RUN_CONF_IMAGE": sbatch.image_path(image)} if image else {}),
-        **({"JAXBENCH_VENV": str(Path(venv).absolute())} if venv else {}),
     }  # fmt: skip
+    needed = [ROOT, stage, path, *filter(None, [options.get("restore")])]
+    if venv:
+        settings["JAXBENCH_VENV"] = str(Path(venv).absolute())
+        # Otherwise it is one of the image.
+        needed += [Path(venv).absolute()] if Path(venv).exists() else []
+    if image:
+        settings |= sbatch.container(image, needed)
     slurm: sbatch.Options = {
         "job-name": name, "nodes": str(on.nodes), "ntasks-per-node": str(on.processes_per_node),
         "output": f"{results}/slurm-%j.out", "open-mode": "append",
@@ -293,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
             print(yaml.safe_dump(recipe, sort_keys=False), end="")
             print("".join(f"# {line}\n" for line in job.remarks()), end="")
             return 0
-        sbatch.check(job.results, job.settings, ROOT)
+        sbatch.check(job.results, job.settings)
         warnings = [*misspelt(os.environ), *job.warnings(), *sbatch.refusal(job.script())]
         number = submit(job)
     except (RecipeError, OSError) as error:

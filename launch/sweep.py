@@ -73,7 +73,7 @@ class Entry:
             if args.dry_run or submit.Variables(os.environ).flag("DRY_RUN"):
                 raise RecipeError("a sweep has no dry run; use --show, which submits nothing")
             job = submit.make_job(args, os.environ)
-            sbatch.check(job.results, job.settings, submit.ROOT)
+            sbatch.check(job.results, job.settings)
         except RecipeError as error:
             raise RecipeError(f"{self.where}: {error}") from error
         return job

@@ -18,13 +18,11 @@ from commands import ROOT, TINY, kill
 
 def test_a_node_without_the_environment_says_so_in_one_line(tmp_path):
     """And is the first that fails, with the status of a mistake: the job ends."""
-    python = tmp_path / "python3"
-    python.write_text("#!/bin/sh\nexit 1\n")  # one that cannot find jax
-    python.chmod(0o755)
+    venv = tmp_path / "none"  # not replaced by another Python, though that one has jax
     done = subprocess.run(
         [ROOT / "launch" / "run.sh", "--config", "llama31_8b_bf16"], capture_output=True, text=True,
         env=os.environ | {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}", "JAXBENCH_VENV": str(tmp_path / "none"),
+            "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", "JAXBENCH_VENV": str(venv),
             "JAXBENCH_MESSAGES": "3", "SLURM_PROCID": "5", "SLURMD_NODENAME": "n7",
             "SLURM_RESTART_COUNT": "1",
         },
@@ -32,7 +30,7 @@ def test_a_node_without_the_environment_says_so_in_one_line(tmp_path):
     assert done.returncode == 2
     assert done.stdout == "start 2, on n7\n"  # by which launch/verdict.py tells starts apart
     reason, ended = done.stderr.splitlines()
-    assert reason.startswith("rank 5 on n7: error: no Python with jax, neither ")
+    assert reason.startswith(f"rank 5 on n7: error: no Python with jax at {venv}/bin/python; ")
     assert ended == "rank 5 on n7: exit 2"
 
 

@@ -208,6 +208,24 @@ def test_an_image_that_is_a_file_goes_by_its_whole_path(here, tmp_path, monkeypa
     assert made.settings["RUN_CONF_IMAGE"] == "nvcr.io#nvidia/jax:25.01"
 
 
+def test_a_container_mounts_what_its_processes_read(tmp_path):
+    """Source, stage, recipe, checkpoint and virtual environment, unless one is inside another, or
+    the environment is one of the image."""
+    image = {"RUN_CONF_IMAGE": "docker://python:3.12", "STAGE_PATH": "/stage"}
+    assert job(*RUN, **image).settings["JAXBENCH_MOUNTS"] == f"/stage:/stage,{ROOT}:{ROOT}"
+    recipe, saved, venv = tmp_path / "own.yaml", tmp_path / "saved", tmp_path / "venv"
+    recipe.write_text((ROOT / "configs" / "llama31_8b_bf16.yaml").read_text())
+    for folder in (saved, venv):
+        folder.mkdir()
+    options = str(recipe), *RUN[1:], "--", "--restore", str(saved)
+    mounts = job(*options, JAXBENCH_VENV=str(venv), **image).settings["JAXBENCH_MOUNTS"]
+    needed = {Path("/stage"), ROOT, recipe, saved, venv}
+    assert set(mounts.split(",")) == {f"{path}:{path}" for path in needed}
+    inside = job(*RUN, JAXBENCH_VENV="/none", **image).settings
+    assert inside["JAXBENCH_VENV"] == "/none"
+    assert "/none" not in inside["JAXBENCH_MOUNTS"]
+
+
 def test_a_dry_run_needs_nothing_of_that(monkeypatch, capsys):
     variables = {"PATH": "", "RUN_CONF_IMAGE": "/none", "STAGE_PATH": "/proc/none"}
     out, err = submitted((*RUN, "--dry-run"), variables, monkeypatch, capsys)
