@@ -31,7 +31,7 @@ DRAWN_AT_ONCE = 1_000_000
 SEED = 0
 """The seed of the draws, so that the same runs give the same interval."""
 
-SECTIONS = ("recipe", "flags", "versions", "hardware", "kernels", "environment")
+SECTIONS = ("recipe", "flags", "options", "versions", "hardware", "kernels", "environment")
 """The sections of a record that describe what ran."""
 
 JOB_VARIABLE = re.compile(

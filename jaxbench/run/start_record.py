@@ -22,8 +22,11 @@ from jaxbench.run.arguments import Options
 from jaxbench.run.records import read
 from jaxbench.xla import flags
 
-WHAT_RAN = "recipe", "hardware", "versions", "flags"
+WHAT_RAN = "recipe", "hardware", "versions", "flags", "options"
 """Fields of a record that say what ran."""
+
+OF_PROGRAM = "pgle", "tune_kernels"
+"""Options with which measurements on the GPUs change the program."""
 
 IGNORED = ("recipe.overrides",)
 """Fields that say how others were set."""
@@ -52,6 +55,7 @@ def new_record(run: Run, path: Path, options: Options, step: int) -> dict[str, A
             "compiler_options": flags.options(run, devices["platform"]),
             "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         },
+        "options": {name: getattr(options, name) for name in OF_PROGRAM},
         "parameters": flops.parameters(run.model)["total"],
         "published": row and asdict(row),
         "not_comparable_because": not_comparable(run, devices, options),

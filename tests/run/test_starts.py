@@ -68,6 +68,17 @@ def test_a_resumed_run_never_mixes_two_programs(tmp_path, capsys):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("option", ["pgle", "tune_kernels"])
+def test_what_measurements_change_is_another_program(option, tmp_path):
+    flag = f"--{option.replace('_', '-')}"
+    record_steps(first := begin(tmp_path, RUN, 0, flag), range(40))
+    killed(first)
+    record_steps(second := begin(tmp_path, RUN, 40, "--resume", "--output", "x"), range(40, 50))
+    record = finished(second)
+    assert record["starts"][1]["changed"] == {f"options.{option}": [True, False]}
+    assert record["summary"]["start"] == 1
+
+
 def test_without_enough_steps_of_the_last_program_there_is_no_rate(tmp_path, capsys):
     record_steps(first := begin(tmp_path, RUN, 0), range(119))
     killed(first)
