@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from jaxbench.base.hardware import Gpu
-from jaxbench.xla.instruction import SOURCE, Instruction, Numbering, Scope, ints
+from jaxbench.xla.instruction import SOURCE, Instruction, Numbering, Scope, ints, shape_bytes
 from jaxbench.xla.rewrites import COLLECTIVES
 
 COUNTS_AS = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "all-gather"}
@@ -146,7 +146,8 @@ def completed(i: Instruction, scope: Scope, runs: int = 1) -> Collective | None:
     if len(devices) < 2:
         return None
     source = start.attribute(SOURCE) or ""
-    return Collective(kind, i.bytes, devices, runs, tuple(others), source)
+    size = shape_bytes(start.fused or i.shape)
+    return Collective(kind, size, devices, runs, tuple(others), source)
 
 
 @cache

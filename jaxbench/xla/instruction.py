@@ -40,9 +40,10 @@ class Instruction:
     """A line of HLO: `name = shape opcode(operands), attributes`. The operand of a parameter is its
     number. The operand of a scalar constant is its value.
 
-    Three facts are not in the line; `rewrites` and `Program.parse` find them. `counted` is the trip
+    Four facts are not in the line; `rewrites` and `Program.parse` find them. `counted` is the trip
     count of a loop whose count the compiler does not know, `branch` is the branch of a conditional
-    that counts, and `numbering` is how to read a collective's replica groups.
+    that counts, `numbering` is how to read a collective's replica groups, and `fused` is the shape
+    of the result of a collective inside a fusion, which may write it into a larger array.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Instruction:
     counted: int | None = None
     branch: str | None = None
     numbering: Numbering | None = None
+    fused: str = ""
 
     @property
     def arrays(self) -> list[tuple[str, tuple[int, ...]]]:

@@ -79,7 +79,7 @@ def _unwrapped(i: Instruction, computations: Computations) -> Instruction:
         return replace(i, opcode=SEVERAL + start)
     if inner is not None:
         attributes = f"{inner.attributes}, {i.attributes.replace('calls=', 'wraps=')}"
-        return replace(i, opcode=inner.opcode + start, attributes=attributes)
+        return replace(i, opcode=inner.opcode + start, attributes=attributes, fused=inner.shape)
     if i.opcode == "async-start":
         wrapped = root(body)
         return replace(i, opcode=wrapped.opcode + start, attributes=wrapped.attributes)

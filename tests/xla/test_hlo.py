@@ -421,6 +421,16 @@ HloModule jit_step, is_scheduled=true, replica_count=2, num_partitions=4
   ROOT %inner = f32[8,64]{1,0} reduce-scatter(%d), replica_groups=[1,8]<=[8], dimensions={0}
 }
 
+%stack (g: f32[64,64], h: f32[9,8,64], n: s32[]) -> f32[9,8,64] {
+  %g = f32[64,64]{1,0} parameter(0)
+  %h = f32[9,8,64]{2,1,0} parameter(1)
+  %n = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %part = f32[8,64]{1,0} reduce-scatter(%g), replica_groups=[1,8]<=[8], dimensions={0}
+  %layer = f32[1,8,64]{2,1,0} bitcast(%part)
+  ROOT %in = f32[9,8,64]{2,1,0} dynamic-update-slice(%h, %layer, %n, %zero, %zero)
+}
+
 %reduce (e: f32[64,64]) -> f32[64,64] {
   %e = f32[64,64]{1,0} parameter(0)
   %sum = f32[64,64]{1,0} all-reduce(%e), replica_groups={{0,1,2,3},{4,5,6,7}}
@@ -443,6 +453,8 @@ branch_computations={%same, %product, %same}
 metadata={op_name="jit(step)/loss"}
   %fused-start = ((f32[64,64]{1,0}), f32[64,64]{1,0}) fusion-start(%y), kind=kCustom, calls=%reduce
   %fused-done = f32[64,64]{1,0} fusion-done(%fused-start)
+  %layers = f32[9,8,64]{2,1,0} broadcast(%i), dimensions={}
+  %stacked = f32[9,8,64]{2,1,0} fusion(%y, %layers, %i), kind=kCustom, calls=%stack
   %ragged = bf16[64,64]{1,0} ragged-all-to-all(%x, %x), replica_groups=[2,4]<=[8]
   %sent = bf16[64,64]{1,0} collective-broadcast(%x), replica_groups=[2,4]<=[8]
   %theirs = bf16[64,64]{1,0} custom-call(%x), custom_call_target="their_attention"
@@ -466,6 +478,7 @@ def test_collectives_in_wrappers_and_fusions_are_counted():
         ("reduce-scatter", 8, 7 * 8 * 64 * 4, ""),
         ("all-reduce", 4, 2 * 3 * 64 * 16 * 4, "jit(step)/loss"),
         ("all-reduce", 4, 2 * 3 * 64 * 16 * 4, ""),
+        ("reduce-scatter", 8, 7 * 8 * 64 * 4, ""),  # not of the stack into which it writes a layer
         ("ragged-all-to-all", 4, 3 * 64 * 16 * 2, ""),
         ("collective-broadcast", 4, 3 * 64 * 16 * 2, ""),
     ]
