@@ -15,7 +15,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
@@ -41,7 +41,6 @@ SMALL = (
     "precision.dtype=fp32", "batch.global_batch=16", "batch.sequence_length=256",
     "batch.tokens=zipf", "model.layers=4", "model.embed=128",
     "model.experts.count=128", "model.experts.top_k=8", "model.experts.ffn=32",
-    "model.experts.rank_capacity_factor=1",
 )  # fmt: skip
 """A small model with as many experts as Qwen3 30B, on one device, which drops nothing."""
 ROUTERS = {
@@ -111,15 +110,16 @@ def planned_run(case: Case, skew: float) -> tuple[Run, float, float]:
     if not skew:
         return run(), 1.0, 0.0
     skewed = "model.experts.routing=skewed", f"model.experts.skew={skew}"
-    planned = run(*skewed)
-    cfg, p = planned.model.experts, planned.parallelism
+    balanced = run()
+    cfg, p = balanced.model.experts, balanced.parallelism
     ranks = p.expert * p.tensor
+    tokens = balanced.microbatch * balanced.batch.sequence_length // (p.context * p.tensor)
+    of_row = cfg.rank_slots(tokens, ranks) * ranks / (cfg.top_k * tokens)
+    cfg = replace(cfg, routing="skewed", skew=skew)
     share, loads = busiest_share(cfg, ranks), loads_of_ranks(cfg, ranks)
-    dropped = float(np.maximum(loads - cfg.rank_capacity_factor, 0).mean())
-    slots = math.ceil(100 * MARGIN * share) / 100
-    if slots > cfg.rank_capacity_factor:
-        planned = run(*skewed, f"model.experts.rank_capacity_factor={slots}")
-    return planned, share, dropped
+    dropped = float(np.maximum(loads - of_row, 0).mean())
+    slots = max(of_row, math.ceil(100 * MARGIN * share) / 100)
+    return run(*skewed, f"model.experts.rank_capacity_factor={slots}"), share, dropped
 
 
 def forecasts() -> list[list[str]]:

@@ -9,9 +9,8 @@ much of a row's gain comes from the mesh.
     python benchmarks/published_mesh.py --document   # writes the table of docs/forecast.md
 
 Tensor, pipeline, context and expert axes, virtual stages and microbatch are those of
-configs/published.csv. Dropless experts have the fewest slots that lose no token. FSDP takes the
-GPUs that are left. Megatron's distributed optimizer does so too, but it gathers weights once per
-step, and FSDP for each microbatch unless there is a pipeline.
+configs/published.csv. FSDP takes the GPUs that are left. Megatron's distributed optimizer does so
+too, but it gathers weights once per step, and FSDP for each microbatch unless there is a pipeline.
 What is saved for the backward pass is not in that table, so a search chooses it (`CANDIDATES`).
 It begins with what the same layout saved before, on another number of GPUs or in another
 precision, if that is known.
@@ -37,7 +36,7 @@ from tables import replace_table, table
 
 from jaxbench.base.errors import RecipeError, counted
 from jaxbench.base.files import write_whole
-from jaxbench.plan import candidates, lost_tokens, search, systems
+from jaxbench.plan import candidates, search, systems
 from jaxbench.plan.plan import Plan
 from jaxbench.recipe import planned, published, recipes
 from jaxbench.recipe.settings import Run
@@ -109,17 +108,8 @@ class Published:
         ]
 
     def run(self, saved: str = "full") -> Run:
-        """Our row on the published mesh, with as many slots for tokens as dropless experts need
-        there. Raises RecipeError if it cannot run."""
-        settings = self.settings(saved)
-        run = self._resolved(settings)
-        if not lost_tokens.can_happen(run):
-            return run
-        factor = f"model.experts.rank_capacity_factor={lost_tokens.least_factor(run)}"
-        return self._resolved([*settings, factor])
-
-    def _resolved(self, settings: list[str]) -> Run:
-        overrides = recipes.parse_overrides(settings)
+        """Our row on the published mesh. Raises RecipeError if it cannot run."""
+        overrides = recipes.parse_overrides(self.settings(saved))
         return recipes.resolve(self.recipe, self.row.gpus, overrides=overrides)
 
 

@@ -21,7 +21,6 @@ from jaxbench.plan import (
     compare_profile,
     difference,
     hlo_file,
-    lost_tokens,
     search,
     stubs,
     sweep,
@@ -143,7 +142,7 @@ def plan_one(options: Options, target: Target) -> int:
     if options.dump:
         write_json(options.dump / "plan.json", plan)
     if options.format == "text":
-        print(folded("\n".join([text.answer(plan), *lost_tokens.warning(run)])), flush=True)
+        print(folded(text.answer(plan)), flush=True)
     remedy = ""
     if not plan.fits and options.format != "json":
         words = ["jaxbench plan --config", options.config, "--gpus", run.row]

@@ -22,7 +22,7 @@ from jaxbench.base.errors import counted
 from jaxbench.base.files import as_json
 from jaxbench.base.hardware import Gpu
 from jaxbench.base.terminal import console, write
-from jaxbench.plan import candidates, lost_tokens
+from jaxbench.plan import candidates
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.candidates import Policy, estimated_peak, layout, least_state, merged, options
 from jaxbench.plan.plan import Plan, grown_most, parts
@@ -85,18 +85,10 @@ class Search:
         execution, without_host = self.row.execution, None if gpu.host_limit else "none"
         self.remat = execution.remat if "execution.remat" in fixed else None
         self.offload = execution.offload if "execution.offload" in fixed else without_host
-        self.row_loses = lost_tokens.expected(self.row) >= lost_tokens.NONE
         every = candidates.layouts(self.row, fixed)
-        small = [run for run in every if least_state(run) <= self.limit]
-        self.layouts = [run for run in small if self._has_slots(run)]
-        self.total, self.cannot_fit = len(every), len(every) - len(small)
-        self.lose_tokens = len(small) - len(self.layouts)
+        self.layouts = [run for run in every if least_state(run) <= self.limit]
+        self.total, self.cannot_fit = len(every), len(every) - len(self.layouts)
         self.tried: dict[Run, Outcome] = {}
-
-    def _has_slots(self, run: Run) -> bool:
-        """False if dropless experts lose tokens, since that run could not be compared. If those of
-        the row do so, no candidate is refused for it."""
-        return self.row_loses or lost_tokens.expected(run) < lost_tokens.NONE
 
     def batch(self, count: int) -> list[Run]:
         """The next candidates, at most `count`, that differ in layout or options. The row alone
@@ -136,9 +128,7 @@ class Search:
         found = fastest(single)
         promising = [run for run in sorted(found, key=found.__getitem__) if found[run] < best_s]
         pairs = (merged(one, other, best) for one, other in combinations(promising[:PAIRED], 2))
-        fit = [
-            run for run in pairs if run and least_state(run) <= self.limit and self._has_slots(run)
-        ]
+        fit = [run for run in pairs if run and least_state(run) <= self.limit]
         found |= fastest(fit)
         found = {run: seconds for run, seconds in found.items() if seconds < (1 + DOUBT) * best_s}
         again = self._fastest(best, share)
@@ -269,7 +259,6 @@ def search(
         counts = {
             "shapes": state.total,
             "state_does_not_fit": state.cannot_fit,
-            "experts_lose_tokens": state.lose_tokens,
         }
         write(as_json({"best": best, "candidates": lines, **counts}), output)
         return int(best is None)
@@ -291,8 +280,6 @@ def what_was_tried(state: Search) -> str:
     text = f"{compiled} compiled, of {state.total} meshes and microbatches"
     if state.cannot_fit:
         text += f"; in {state.cannot_fit} of these the train state alone does not fit"
-    if state.lose_tokens:
-        text += f"; in {state.lose_tokens} experts would lose tokens (rank_capacity_factor)"
     if state.best() is None:
         return text
     if left := len(state.to_compile()):

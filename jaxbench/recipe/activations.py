@@ -62,7 +62,7 @@ def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
             width: float = mixer.ffn
             work: float = 2 * cfg.embed * mixer.ffn
             if isinstance(mixer, ExpertsConfig):
-                slots = mixer.top_k * (mixer.capacity_factor or mixer.rank_capacity_factor)
+                slots = mixer.slots_per_token
                 inner, shared = mixer.latent or cfg.embed, mixer.shared_ffn or 0
                 add("dispatched", slots * inner, 0)
                 width = slots * mixer.ffn + shared

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxbench.recipe.checks import divides, not_negative, positive, require
+from jaxbench.recipe.slots import enough, variance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +243,12 @@ SLOTS = 128
 """The slots of an expert are a multiple of this, so that all tiles of its matmuls are full. It is
 large enough for an efficient matmul and small enough that little is padded."""
 
+LEARNED = 1.5
+"""`rank_capacity_factor` for a router that learns, unless it is set."""
+
+TYPICAL = 1.1
+"""About the factor that rows with random routing need, for estimates."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
@@ -292,16 +299,17 @@ class ExpertsConfig:
     limit (dropless), only what a rank sends to another (`rank_capacity_factor`)"""
     capacity_tokens: int = 1024
     """consecutive tokens of a sequence over which the capacity of an expert is counted"""
-    rank_capacity_factor: float = 1.5
+    rank_capacity_factor: float | None = None
     """without a `capacity_factor`: a rank has this factor times a fair share of slots for the
     tokens that another rank sends to its experts (Megatron's `moe_expert_rank_capacity_factor`
     counts all senders together). Tokens beyond the slots are dropped and counted; a factor of
-    `expert` x `tensor` drops none"""
+    `expert` x `tensor` drops none. `null` stands for as many slots as routing `random` needs to
+    drop none, and for a factor of 1.5 with any other routing"""
     slots: Literal["shared", "own"] = "shared"
     """without a `capacity_factor`: whether the experts of a rank share its slots. With `own` each
-    expert has `rank_capacity_factor` times its fair share of slots where tokens arrive, and one
-    batched matmul, padding included, takes the place of grouped ones. A factor of `count` / `top_k`
-    then drops none"""
+    expert has slots of its own where tokens arrive, by the same factor, and one batched matmul,
+    padding included, takes the place of grouped ones. A factor of `count` / `top_k` then drops
+    none"""
     routing: Literal["learned", "random", "skewed"] = "learned"
     """`random` replaces the logits by standard normal numbers (what Megatron calls forced load
     balancing). It takes the router's choice out of a benchmark. `skewed` draws experts whose
@@ -361,21 +369,32 @@ class ExpertsConfig:
         """True without a capacity."""
         return self.capacity_factor is None
 
+    @property
+    def slots_per_token(self) -> float:
+        """About how many slots there are for each token."""
+        return self.top_k * (self.capacity_factor or self.rank_capacity_factor or TYPICAL)
+
     def capacity(self, tokens: int) -> int:
         """Slots of one expert for so many tokens. Without a `capacity_factor` they are whole blocks
         of `SLOTS`. With one they are for every `capacity_tokens` of a device."""
-        share = self.top_k * tokens / self.count
         if self.capacity_factor is None:
-            return math.ceil(min(share * self.rank_capacity_factor, tokens) / SLOTS) * SLOTS
+            return math.ceil(min(self._slots(tokens, self.count), tokens) / SLOTS) * SLOTS
+        share = self.top_k * tokens / self.count
         return min(math.ceil(share * self.capacity_factor), tokens)
 
     def rank_slots(self, tokens: int, ranks: int) -> int:
-        """The slots that a device with so many tokens has for each rank: `rank_capacity_factor`
-        times a fair share, but at most what any choice of experts can need. A single rank has a
-        slot for every assignment."""
-        share = tokens * self.top_k / ranks
+        """The slots that a device with so many tokens has for each rank, but at most what any
+        choice of experts can need. A single rank has a slot for every assignment."""
         most = tokens * min(self.top_k, self.count // ranks)
-        return most if ranks == 1 else min(math.ceil(share * self.rank_capacity_factor), most)
+        return most if ranks == 1 else min(self._slots(tokens, ranks), most)
+
+    def _slots(self, tokens: int, places: int) -> int:
+        """Slots for those of so many tokens that choose one of `places`: experts, or ranks."""
+        share, factor = self.top_k / places, self.rank_capacity_factor
+        if factor is None and self.routing == "random":
+            of_token = variance(self.count, self.top_k, self.groups, self.top_groups, places)
+            return enough(tokens, share, of_token)
+        return math.ceil(tokens * share * (factor or LEARNED))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,9 +30,6 @@ EXPERTS = ExpertsConfig(
     bias_rate=1e-3,
     balance_loss=1e-4,
     routing="random",
-    # A token's experts are in 4 of 8 groups. With experts on 8 ranks, a group on each, a rank sends
-    # another 4096 +- 84 tokens of a sequence: 15 % more is 7 standard deviations.
-    rank_capacity_factor=1.15,
 )
 DEEPSEEK_V3 = ModelConfig(
     family="deepseek",

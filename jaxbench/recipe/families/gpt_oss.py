@@ -21,7 +21,6 @@ EXPERTS = ExpertsConfig(
     biases=True,
     router_dtype="bf16",
     routing="random",
-    rank_capacity_factor=1.1,
 )
 
 GPT_OSS_120B = ModelConfig(

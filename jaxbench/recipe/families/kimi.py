@@ -29,9 +29,6 @@ KIMI_K2 = replace(
         groups=1,
         top_groups=1,
         balance_loss=1e-3,
-        # With experts on 8 ranks, a rank sends another 4096 +- 60 tokens of a sequence: 12 % more
-        # is 8 standard deviations.
-        rank_capacity_factor=1.12,
     ),
     prediction=None,
 )

@@ -48,7 +48,6 @@ NANO_EXPERTS = ExpertsConfig(
     bias_rate=1e-3,
     balance_loss=1e-4,
     routing="random",
-    rank_capacity_factor=1.1,
 )
 NEMOTRON3_NANO_30B_A3B = ModelConfig(
     family="nemotron3",

@@ -26,7 +26,6 @@ EXPERTS = ExpertsConfig(
     balance_loss=1e-3,
     balance="microbatch",
     routing="random",
-    rank_capacity_factor=1.1,
 )
 
 QWEN3_30B_A3B = ModelConfig(
