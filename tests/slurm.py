@@ -120,6 +120,7 @@ JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=graceful Nodes={names} MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """)
         self._daemon("slurmctld", "-D")

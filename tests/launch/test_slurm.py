@@ -336,6 +336,25 @@ def test_a_preempted_job_comes_back(cluster, stage):
     assert main_log(folder).splitlines()[-1] == "interrupted: cancelled"
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_job_preempted_with_a_grace_time_comes_back(cluster, stage, saves):
+    """Slurm signals such a job, which then ends by itself. That is none of its own restarts."""
+    options = ["--restarts", "0", *(["--checkpoint-every", "20"] if saves else [])]
+    number, folder = submit(cluster, stage, *options, SBATCH_PARTITION="graceful", **LONG)
+    running(cluster, number, folder, 25)
+    urgent = cluster.run(
+        "sbatch", "--parsable", "-p", "urgent", "-N2", "-o", "/dev/null", "--wrap=sleep 3"
+    ).strip()
+    wait(cluster, urgent, ended)
+    wait(cluster, number, lambda job: job["Restarts"] == "1" and job["JobState"] == "RUNNING")
+    wait(cluster, number, lambda job: read(folder)[0]["status"] == "running")
+    assert "interrupted: preempted" in main_log(folder)
+    assert (read(folder)[0]["resumed_at"][0] > 0) == saves
+    cluster.run("scancel", number)
+    wait(cluster, number, ended)
+
+
 @pytest.mark.parametrize(
     ("asked", "found"),
     [
