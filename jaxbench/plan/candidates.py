@@ -8,6 +8,7 @@ in host memory (`offload`).
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -101,62 +102,55 @@ def options(run: Run) -> tuple[str, str, str]:
     return run.execution.xla_flags, run.execution.replica_sums, run.precision.gather
 
 
+def with_values(run: Run, values: dict[str, int | str]) -> Run:
+    """The candidate with other values of some `KEYS`. Raises RecipeError if it cannot run so."""
+    changes: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        changes[section][name] = value
+    sections: dict[str, Any] = {
+        section: replace(getattr(run, section), **names) for section, names in changes.items()
+    }
+    return replace(run, **sections)
+
+
 def other_options(run: Run, fixed: frozenset[str] = frozenset()) -> Iterator[Run]:
     """The candidate with one of its options changed, except keys in `fixed`."""
+    for key, value in _other_values(run):
+        if key not in fixed:
+            yield with_values(run, {key: value})
+
+
+def _other_values(run: Run) -> Iterator[tuple[str, str]]:
+    """Other values of a candidate's options, each with its key."""
     execution, precision = run.execution, run.precision
     base, *changes = execution.xla_flags.split(",")
-    other = {"tuned": "guided", "guided": "tuned"}.get(base)
-    if other and "execution.xla_flags" not in fixed:
-        yield replace(run, execution=replace(execution, xla_flags=",".join([other, *changes])))
-    replicas = run.data > 1 and run.parallelism.pipeline == 1
-    if replicas and "execution.replica_sums" not in fixed:
-        in_step = execution.replica_sums == "step"
-        sums = replace(execution, replica_sums="layer" if in_step else "step")
-        yield replace(run, execution=sums)
-    if precision.dtype == "fp8" and "precision.gather" not in fixed:
-        gather = replace(precision, gather="bf16" if precision.gather == "fp8" else "fp8")
-        yield replace(run, precision=gather)
-    if execution.xla_flags == "tuned" and "execution.xla_flags" not in fixed:
+    if other := {"tuned": "guided", "guided": "tuned"}.get(base):
+        yield "execution.xla_flags", ",".join([other, *changes])
+    if run.data > 1 and run.parallelism.pipeline == 1:
+        yield "execution.replica_sums", "layer" if execution.replica_sums == "step" else "step"
+    if precision.dtype == "fp8":
+        yield "precision.gather", "bf16" if precision.gather == "fp8" else "fp8"
+    if execution.xla_flags == "tuned":
+        now = flags.options(run, "gpu")[flags.IN_FLIGHT]
         for limit in FEW_IN_FLIGHT:
-            few = replace(execution, xla_flags=f"tuned,{flags.IN_FLIGHT}={limit}")
-            if flags.options(run, "gpu") != flags.options(replace(run, execution=few), "gpu"):
-                yield replace(run, execution=few)
+            if limit != now:
+                yield "execution.xla_flags", f"tuned,{flags.IN_FLIGHT}={limit}"
 
 
 def merged(a: Run, b: Run, base: Run) -> Run | None:
     """What `a` and `b` change in the layout and the options of `base`, in one candidate. None if
-    both change the same setting, or if the result cannot run."""
-
-    def values(run: Run) -> dict[str, Any]:
-        return {
-            "parallelism": run.parallelism,
-            "microbatch": run.microbatch,
-            "expert_parts": run.execution.expert_parts,
-            "xla_flags": run.execution.xla_flags,
-            "replica_sums": run.execution.replica_sums,
-            "precision": run.precision,
-        }
-
-    of_a, of_b = values(a), values(b)
-    new: dict[str, Any] = {}
-    for name, old in values(base).items():
-        if old not in (of_a[name], of_b[name]):
-            return None
-        new[name] = of_b[name] if of_a[name] == old else of_a[name]
+    both change the same setting or the mesh, or if the result cannot run."""
+    before = settings(base)
+    of_a, of_b = (
+        {key: new for key, new in settings(run).items() if new != before[key] and key not in POLICY}
+        for run in (a, b)
+    )
+    if of_a.keys() & of_b.keys() or base.parallelism not in (a.parallelism, b.parallelism):
+        return None
     try:
-        return replace(
-            base,
-            parallelism=new["parallelism"],
-            batch=replace(base.batch, microbatch=new["microbatch"]),
-            execution=replace(
-                base.execution,
-                remat="full",
-                offload="none",
-                expert_parts=new["expert_parts"],
-                xla_flags=new["xla_flags"],
-                replica_sums=new["replica_sums"],
-            ),
-            precision=new["precision"],
+        return with_values(
+            base, of_a | of_b | {"execution.remat": "full", "execution.offload": "none"}
         )
     except RecipeError:
         return None
