@@ -49,7 +49,6 @@ from jaxbench.forecast.interval import (
     accuracy,
     errors,
     interval,
-    without,
 )
 from jaxbench.forecast.tables import load
 from jaxbench.xla.hlo import Work
@@ -178,7 +177,8 @@ COLUMNS = (
 
 def by_others(timed: Timed, programs: list[Timed]) -> Interval:
     """The interval of a program's forecast, by the errors on the programs of other families."""
-    return interval(timed.forecast_s, timed.assumed, [], without(timed.family, programs))
+    others = [other for other in programs if other.family != timed.family]
+    return interval(timed.forecast_s, timed.assumed, [], others)
 
 
 def held(timed: Timed, programs: list[Timed]) -> bool:

@@ -137,8 +137,3 @@ def accuracy(programs: Sequence[Timed]) -> str:
             f"{name} ({counted(len(sizes), 'program')})"
         )
     return ", ".join(lines)
-
-
-def without(family: str, programs: Sequence[Timed]) -> list[Timed]:
-    """The programs of all other families."""
-    return [timed for timed in programs if timed.family != family]
