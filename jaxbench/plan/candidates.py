@@ -224,7 +224,8 @@ def distance(a: Run, b: Run) -> int:
     moved = sum(_prime_factors(max(1, x // math.gcd(x, y))) for x, y in sizes)
     p, q = a.parallelism, b.parallelism
     stages = p.pipeline == q.pipeline and p.virtual_stages != q.virtual_stages
-    differing = moved + (a.microbatch != b.microbatch and _tokens(a) != _tokens(b)) + stages
+    microbatch = a.microbatch != b.microbatch and a.device_tokens != b.device_tokens
+    differing = moved + microbatch + stages
     return differing or int(a.execution.expert_parts != b.execution.expert_parts)
 
 
@@ -363,15 +364,9 @@ def with_policy(run: Run, policy: Policy) -> Run | None:
         return None
 
 
-def _tokens(run: Run) -> float:
-    """Tokens of a microbatch on a device."""
-    p = run.parallelism
-    return run.microbatch * run.batch.sequence_length / p.context / p.tensor
-
-
 def host_bytes(run: Run, policy: Policy) -> float:
     """Bytes of host memory that hold a device's offloaded activations. Microbatches share them."""
-    return BF16 * policy.host * _tokens(run)
+    return BF16 * policy.host * run.device_tokens
 
 
 def policy_s(run: Run, policy: Policy, step_s: float, gpu: Gpu) -> float:
@@ -443,7 +438,7 @@ def estimated_peak(run: Run, policy: Policy | None = None) -> float:
     experts = counts.get("experts", 0)
     rest = counts["total"] - counts["embedding"] - counts["norms"] - experts
     weights = (rest + experts / p.expert) / p.tensor
-    tokens, saved = _tokens(run), policy.device
+    tokens, saved = run.device_tokens, policy.device
     workspace = tokens * sum(a.features for a in every.values())
     held: float = 0
     if p.pipeline > 1:

@@ -100,6 +100,5 @@ def offloaded_features(cfg: ModelConfig, length: int, execution: Execution) -> f
 def host_bytes(run: Run) -> float:
     """Bytes of host memory for the offloaded activations of one device during a step, before the
     step is compiled. Microbatches share the memory."""
-    p, length = run.parallelism, run.batch.sequence_length
-    tokens = run.microbatch * length / p.context / p.tensor
-    return BF16 * tokens * offloaded_features(run.model, length, run.execution)
+    features = offloaded_features(run.model, run.batch.sequence_length, run.execution)
+    return BF16 * run.device_tokens * features

@@ -336,6 +336,12 @@ class Run:
         return self.batch.microbatch or max(self.batch.global_batch // shares, 1)
 
     @property
+    def device_tokens(self) -> float:
+        """Tokens of a microbatch on a device."""
+        p = self.parallelism
+        return self.microbatch * self.batch.sequence_length / p.context / p.tensor
+
+    @property
     def accumulation(self) -> int:
         """Microbatches per step. Their gradients are summed."""
         return self.batch.global_batch // (self.microbatch * self.batch_ranks)
