@@ -10,7 +10,6 @@ from jaxbench.base.terminal import Parser, check_folder
 from jaxbench.forecast.goodput import LLAMA3, RESTART_S
 from jaxbench.plan import systems
 from jaxbench.plan.arguments import LIMIT
-from jaxbench.recipe import recipes
 from jaxbench.recipe.checks import positive
 
 EXAMPLES = """
@@ -91,11 +90,6 @@ def make_parser() -> Parser:
 def words(text: str) -> list[str]:
     """The words of a list with commas."""
     return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def models() -> list[str]:
-    """The models that have recipes, by the names that their recipes begin with."""
-    return [*dict.fromkeys(name.rpartition("_")[0] for name in recipes.names())]
 
 
 def parse_options(argv: Sequence[str] | None) -> Options:

@@ -22,7 +22,7 @@ from jaxbench.plan import search, systems
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.arguments import LIMIT
 from jaxbench.plan.command import resolve
-from jaxbench.plan.compare_arguments import Options, models, parse_options
+from jaxbench.plan.compare_arguments import Options, parse_options
 from jaxbench.plan.compare_cells import Cell, Figures, PlannedRow, as_table, mark, train_state
 from jaxbench.plan.compare_page import compare_page
 from jaxbench.plan.plan import Plan
@@ -105,8 +105,8 @@ def chosen(configs: Sequence[str]) -> tuple[dict[str, Recipe], list[str]]:
         base, changes = hugging_face.read(Path(configs[0]))
         configs = [base]
     for config in configs:
-        its = [name for name in recipes.names() if name.rpartition("_")[0] == config]
-        named += its if config in models() else [config]
+        of_model = [name for name in recipes.names() if name.rpartition("_")[0] == config]
+        named += of_model or [config]
     loaded = {name: recipes.load(name) for name in named}
     found = dict.fromkeys(recipe.model for recipe in loaded.values())
     if len(found) > 1:
