@@ -68,9 +68,14 @@ class Row:
         return titled(f"{self.workload} {self.size}", self.gpu)
 
     @property
+    def model(self) -> str:
+        """The name of our model for this work (`families.MODELS`)."""
+        return f"{self.workload.replace('.', '')}_{self.size}"
+
+    @property
     def recipe(self) -> str:
         """The name of our recipe for this work."""
-        return f"{self.workload.replace('.', '')}_{self.size}_{self.dtype}"
+        return f"{self.model}_{self.dtype}"
 
     @property
     def gpu(self) -> hardware.Gpu:
@@ -94,7 +99,7 @@ class Row:
     @property
     def flops_per_gpu(self) -> float:
         """Model FLOPs of a step on one GPU, by the source's formula."""
-        cfg = replace(_models()[self.workload, self.size], layers=self.layers)
+        cfg = replace(MODELS[self.model], layers=self.layers)
         return source_flops(cfg, self.seq_len) * self.gbs / self.gpus
 
 
@@ -117,14 +122,9 @@ def rows() -> tuple[Row, ...]:
     for row in table:
         if row.gpu_type not in hardware.PLANNED:
             raise RecipeError(f"{path}: unknown GPU: {row.gpu_type}")
-        if (row.workload, row.size) not in _models() or row.dtype not in row.gpu.tflops:
+        if row.model not in MODELS or row.dtype not in row.gpu.tflops:
             raise RecipeError(f"{path}: unknown work: {row.workload} {row.size} {row.dtype}")
     return table
-
-
-@cache
-def _models() -> dict[tuple[str, str], ModelConfig]:
-    return {(cfg.family, cfg.size): cfg for cfg in MODELS.values()}
 
 
 def _row(line: dict[str, str], number: int) -> Row:
