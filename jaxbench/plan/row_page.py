@@ -13,6 +13,7 @@ from jaxbench.plan import text
 from jaxbench.plan.compiled_step import Step
 from jaxbench.plan.plan import Memory, Plan, parts
 from jaxbench.plan.text import gib, in_gib
+from jaxbench.recipe import recipes
 from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.flops import days_per_1t_tokens
 from jaxbench.recipe.names import gpus_name, work_name
@@ -22,7 +23,6 @@ from jaxbench.xla.hlo import display_name
 from jaxbench.xla.memory import Buffer
 from jaxbench.xla.timeline import LINKS
 
-PARTS = ("model", "parallelism", "precision", "batch", "optimizer", "execution")
 UNSURE = ("in proportion", "nothing")
 """The bases of a forecast that are least sure."""
 
@@ -64,7 +64,7 @@ def plan_page(plan: Plan, remedy: str = "") -> str:
         assumptions=[*assumptions(plan)],
         **step_content(plan, parts(plan), row),
         errata={code: ERRATA[code] for code in (row.errata if row else ())},
-        settings=settings(plan.settings, PARTS),
+        settings=settings(plan.settings, [*recipes.SECTIONS]),
         flags=sorted(plan.flags.items()),
         file=f"{plan.recipe}-{plan.row}-{plan.target}.json.gz",
         href=attached(asdict(plan)),
