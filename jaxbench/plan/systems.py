@@ -7,20 +7,18 @@ from typing import Any
 
 from jaxbench.base.errors import RecipeError, meant
 from jaxbench.base.hardware import PLANNED, Gpu
-from jaxbench.forecast.tables import Tables, load
+from jaxbench.forecast.tables import FORMATS, Tables, load
 from jaxbench.recipe import strict_yaml
-
-PEAKS = ("bf16", "fp8", "mxfp8", "nvfp4")
-"""Settings that are dense peaks of the tensor cores in TFLOP/s."""
 
 SETTINGS: dict[str, Callable[[str], float]] = {
     **dict.fromkeys(("nvlink", "nic", "host", "bandwidth", "power"), float),
     **dict.fromkeys(("oversubscription", "latency"), float),
     **dict.fromkeys(("node", "domain", "leaf"), int),
     **dict.fromkeys(("memory", "host_memory"), lambda text: int(float(text) * 2**30)),
-    **dict.fromkeys(PEAKS, float),
+    **dict.fromkeys(FORMATS, float),
 }
-"""Settings of `--system`, with what reads their values. Memory is in GiB."""
+"""Settings of `--system`, with what reads their values. Memory is in GiB. A format of matmuls is
+the dense peak of the tensor cores in TFLOP/s."""
 
 LARGEST = 1e6
 """The largest value of a setting, far above any hardware's."""
@@ -116,10 +114,10 @@ def with_settings(gpu: Gpu, settings: Sequence[str], option: str = "--system") -
             names = ", ".join(f"{name}=N" for name in SETTINGS)
             allowed = f"with N above 0 and at most {LARGEST:,.0f}"
             raise RecipeError(f"{option} {setting}: expected one of {names}, {allowed}")
-        if key in PEAKS and key not in gpu.tflops:
+        if key in FORMATS and key not in gpu.tflops:
             raise RecipeError(f"{option} {setting}: {gpu.name} does not multiply in {key}")
         peaks = {"tflops": gpu.tflops | {key: number}}
-        changes: dict[str, Any] = peaks if key in PEAKS else {key: number}
+        changes: dict[str, Any] = peaks if key in FORMATS else {key: number}
         gpu = replace(gpu, **changes)
     if gpu.oversubscription < 1 or (gpu.oversubscription > 1 and not gpu.leaf):
         raise RecipeError(f"{option}: oversubscription has to be at least 1, and needs leaf=N")
