@@ -285,13 +285,6 @@ def rates_of(run: Run, gpu: Gpu, seconds: float) -> Rates:
     return Rates(tokens_per_s_per_gpu=rates["tokens_per_s_per_gpu"], mfu=rates["mfu"]["full"])
 
 
-def grown_most(seconds: dict[str, float], others: dict[str, float]) -> tuple[str, float]:
-    """The name of the part that exceeds the same part in `others` by most, and by how many
-    seconds."""
-    longer = {name: value - others.get(name, 0.0) for name, value in seconds.items()}
-    return max(longer.items(), key=lambda part: part[1])
-
-
 def parts(plan: Plan) -> dict[str, float]:
     """The parts of the forecast step in seconds. Matmuls are split into `products`, the matmuls of
     the model, into `recompute`, and into the `bubble` of a pipeline.

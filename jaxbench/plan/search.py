@@ -25,7 +25,7 @@ from jaxbench.base.terminal import console, write
 from jaxbench.plan import candidates
 from jaxbench.plan.absent import check_compiler
 from jaxbench.plan.candidates import Policy, estimated_peak, layout, least_state, merged, options
-from jaxbench.plan.plan import Plan, grown_most, parts
+from jaxbench.plan.plan import Plan, parts
 from jaxbench.plan.processes import plan_each, progress
 from jaxbench.plan.systems import Target
 from jaxbench.plan.text import gib, in_gib
@@ -361,7 +361,8 @@ def other_changes(run: Run, row: Run) -> list[str]:
 
 
 def why(plan: Plan, best: Plan | None) -> str:
-    """The reason why a candidate is not the best; empty for the best."""
+    """The reason why a candidate is not the best, with the part of its step that is longer by
+    most; empty for the best."""
     if not plan.fits:
         size = plan.bytes_per_device
         if size.peak <= size.limit:
@@ -369,10 +370,11 @@ def why(plan: Plan, best: Plan | None) -> str:
         return f"does not fit: {gib(size.peak - size.limit)} over the limit"
     if best is None or plan is best:
         return ""
-    name, longer = grown_most(parts(plan), parts(best))
-    return (
-        f"{plan.forecast_step_s - best.forecast_step_s:+.3f} s; {part_name(name)} {longer:+.3f} s"
-    )
+    of_best = parts(best)
+    longer = {name: s - of_best.get(name, 0.0) for name, s in parts(plan).items()}
+    name = max(longer, key=longer.__getitem__)
+    slower_s = plan.forecast_step_s - best.forecast_step_s
+    return f"{slower_s:+.3f} s; {part_name(name)} {longer[name]:+.3f} s"
 
 
 def show(lines: list[dict[str, Any]]) -> None:
