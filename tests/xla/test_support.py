@@ -1,7 +1,6 @@
 """The page of what cuDNN computes: every published row is there, with a yes."""
 
 import difflib
-import importlib.util
 import os
 import re
 import subprocess
@@ -17,14 +16,9 @@ from jaxbench.base import hardware
 SCRIPT = ROOT / "benchmarks" / "cudnn_support.py"
 
 
-@pytest.fixture(scope="module")
-def support():
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("cudnn_support", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def support(benchmark_script):
+    return benchmark_script("cudnn_support")
 
 
 def rows(text):
