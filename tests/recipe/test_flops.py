@@ -159,11 +159,7 @@ def test_flops_by_the_formula_of_the_source(model, length, count):
     assert published.source_flops(MODELS[model], length) == count
 
 
-ROWS = [
-    pytest.param(row, model, id=f"{model}_{row.dtype}-{row.gpus}")
-    for row in published.rows()
-    for model in [f"{row.workload.replace('.', '')}_{row.size}"]
-]
+ROWS = [pytest.param(row, row.model, id=f"{row.recipe}-{row.gpus}") for row in published.rows()]
 
 
 STATED_FLOPS = {

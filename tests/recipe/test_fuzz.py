@@ -11,14 +11,11 @@ import yaml
 
 from jaxbench.base.errors import RecipeError
 from jaxbench.recipe import flops, published, recipes
-from jaxbench.recipe.build import setting_names
 from jaxbench.results.throughput import throughput
 from jaxbench.train.program_checks import check_run
 
 TEXTS = {path: path.read_text() for path in sorted(recipes.config_folder().glob("*.yaml"))}
-KEYS = [
-    key for section, cls in recipes.SECTIONS.items() for key in setting_names(cls, f"{section}.")
-]
+KEYS = recipes.settings()
 VALUES = (
     "0", "-1", "1", "2", "3", "7", "16", "100000", "2147483648", "1e400", "-.inf", ".nan", "1e-400",
     "0x" + "f" * 6000, "9" * 5000, "true", "no", "null", "~", "''", "x", "é\u2028", "[]", "[1, 2]",
