@@ -82,10 +82,6 @@ class Row:
         """The kind of GPU on which it was measured."""
         return hardware.PLANNED[self.gpu_type]
 
-    def __str__(self) -> str:
-        mfu = "" if self.mfu_pct is None else f", {self.mfu_pct} % MFU"
-        return f"{self.step_time_s} s{mfu}, {self.gpu.name}"
-
     @property
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step trains on."""
