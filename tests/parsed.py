@@ -42,3 +42,10 @@ class Parsed(HTMLParser):
     def all(self, tag, **wanted):
         return [a for t, a in self.elements
                 if t == tag and all(a.get(k) == v for k, v in wanted.items())]  # fmt: skip
+
+
+def said_by(text):
+    """The words of a page that is made well."""
+    page = Parsed(text)
+    page.names()
+    return " ".join(" ".join(page.texts).replace("\xa0", " ").split())

@@ -7,7 +7,7 @@ import pytest
 from compiled import needs_compiler
 from made_plans import made, slower
 from mistakes import assert_mistake
-from parsed import Parsed
+from parsed import Parsed, said_by
 
 from jaxbench.base.hardware import H100, PLANNED
 from jaxbench.forecast.goodput import Assumed, job_goodput
@@ -136,8 +136,7 @@ def test_the_table_says_why_a_cell_is_missing(compared, capsys):
 def test_a_comparison_is_a_page(compared):
     _, text = compared("--price", "h100=2,gb200=5", form="html")
     page = Parsed(text)
-    page.names()
-    said = " ".join(" ".join(page.texts).replace("\xa0", " ").split())
+    said = said_by(text)
     assert "1 trillion tokens of Llama 3.1 8B take 66.4 days on 8 GB200s, the fastest; " in said
     assert "8 H100s are the cheapest with a cost of 51,000." in said
     assert page.all("td", colspan="9") == [{"role": "cell", "colspan": "9"}] * 2

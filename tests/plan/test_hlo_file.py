@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from compiled import needs_compiler
 from mistakes import assert_mistake
-from parsed import Parsed
+from parsed import said_by
 
 from jaxbench.base.hardware import H100
 from jaxbench.plan import command
@@ -101,10 +101,8 @@ def test_text_and_page_of_a_program(program, tmp_path, capsys):
     assert re.search(r"\nmoves       what would .*:\n   \+[4-9]\.\d %  matmuls: 5 % slower\n", text)
     page = tmp_path / "page.html"
     assert command.main(["--hlo", str(program), "--format", "html", "--output", str(page)]) == 0
-    parsed = Parsed(page.read_text())
-    parsed.names()
-    said = " ".join(parsed.texts)
-    assert re.search(r"step\.txt on H100: 0\.00\d+\xa0s per step", said)
+    said = said_by(page.read_text())
+    assert re.search(r"step\.txt on H100: 0\.00\d+ s per step", said)
     assert "The peak is unknown" in said
     assert "TFLOP per GPU and step: matmul bf16 1.1." in said
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 import pytest
 from commands import ROOT
 from made_plans import awkward, made, slower
-from parsed import Parsed
+from parsed import Parsed, said_by
 
 import jaxbench
 from jaxbench.base.hardware import PLANNED
@@ -53,13 +53,6 @@ def pieces(text, caption):
     piece = re.compile(r'<rect class="piece (.*?)" x="(.*?)%" width="(.*?)%"')
     found = piece.findall(table(text, caption))
     return [(css, float(start), float(width)) for css, start, width in found]
-
-
-def said_by(text):
-    """The words of a page that is made well."""
-    page = Parsed(text)
-    page.names()
-    return " ".join(" ".join(page.texts).replace("\xa0", " ").split())
 
 
 STEPS = "Seconds of a step"
