@@ -53,7 +53,7 @@ def expected(costs: Measured, probe: calibrate.Probe) -> float:
         return sum(costs.kernel(Kernel((), moved, "")).values())
     group, whole = sizes
     result = whole // group if name == "reduce-scatter" else whole
-    return costs.collective(Collective(name, result, tuple(range(group))))
+    return costs.collective(Collective(name, result, (tuple(range(group)),)))
 
 
 def compiles(ctx: Context) -> Iterator[Finding]:

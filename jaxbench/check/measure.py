@@ -315,7 +315,7 @@ def expected_seconds(
     GPU of the first NVLink domain. `size` is that of `by_size`."""
     n = len(devices)
     result = size // n if kind == "reduce-scatter" else size
-    return Measured(gpu, tables).collective(Collective(kind, result, devices))
+    return Measured(gpu, tables).collective(Collective(kind, result, (devices,)))
 
 
 KINDS: dict[str, Callable[[Cluster, str], list[Rate]]] = {

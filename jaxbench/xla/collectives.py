@@ -26,21 +26,25 @@ that a group joins."""
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective instruction. `bytes` is the size of its result on one device. `devices` is the
-    first of its largest replica groups, and `others` are the remaining groups of the same size.
-    `count` is how often it runs per step. `source` is its JAX operation."""
+    """A collective instruction. `bytes` is the size of its result on one device. `groups` are the
+    devices of each of its largest replica groups. `count` is how often it runs per step. `source`
+    is its JAX operation."""
 
     kind: str
     bytes: int
-    devices: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
     count: int = 1
-    others: tuple[tuple[int, ...], ...] = ()
     source: str = ""
 
     @property
     def counts_as(self) -> str:
         """The kind by whose rules we count its bytes and time."""
         return COUNTS_AS.get(self.kind, self.kind)
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The devices of the first group."""
+        return self.groups[0]
 
     @property
     def group(self) -> int:
@@ -60,11 +64,6 @@ class Collective:
         }[self.counts_as]
         return round(per_run * self.count)
 
-    @property
-    def all_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The devices of all groups."""
-        return self.devices, *self.others
-
     def crosses_domains(self, gpu: Gpu) -> bool:
         """True if a group spans more than one NVLink domain."""
         return self.domain_members(gpu) < self.group
@@ -72,7 +71,7 @@ class Collective:
     def domain_members(self, gpu: Gpu) -> int:
         """The number of devices that a group has in one NVLink domain. It is the least over all
         groups and domains, since a step waits for the slowest group."""
-        return _domain_members(self.all_groups, gpu.domain)
+        return _domain_members(self.groups, gpu.domain)
 
     def adapter_bytes(self, gpu: Gpu) -> float:
         """The bytes that one run sends over the network adapter of each GPU; 0 inside a domain.
@@ -98,12 +97,12 @@ class Collective:
             return 1.0
         leaf = gpu.leaf * gpu.domain
         if self.counts_as == "collective-permute":
-            pairs = self.all_groups
+            pairs = self.groups
             leaving = Counter(pair[0] // leaf for pair in pairs if _apart(pair, gpu.domain))
             rising = Counter(pair[0] // leaf for pair in pairs if _apart(pair, leaf))
             share = max((rising[n] / leaving[n] for n in rising), default=0.0)
             return max(1.0, share * gpu.oversubscription)
-        below, members = _domain_members(self.all_groups, leaf), self.domain_members(gpu)
+        below, members = _domain_members(self.groups, leaf), self.domain_members(gpu)
         if below == self.group:
             return 1.0
         share = members / below
@@ -142,12 +141,12 @@ def completed(i: Instruction, scope: Scope, runs: int = 1) -> Collective | None:
     start = i.start(scope)
     every = groups(start.attributes, start.numbering)
     largest = max(map(len, every))
-    devices, *others = (group for group in every if len(group) == largest)
-    if len(devices) < 2:
+    if largest < 2:
         return None
+    of_largest = tuple(group for group in every if len(group) == largest)
     source = start.attribute(SOURCE) or ""
     size = shape_bytes(start.fused or i.shape)
-    return Collective(kind, size, devices, runs, tuple(others), source)
+    return Collective(kind, size, of_largest, runs, source)
 
 
 @cache

@@ -64,18 +64,18 @@ def test_oversubscribed_uplinks_slow_down_what_leaves_a_leaf():
     slower = measured(replace(leaf, oversubscription=8.0)).collective(ring)
     # Twice as long over the network; NVLink's share of the time stays.
     assert 1.9 < slower / measured().collective(ring) < 2
-    apart = Collective("all-gather", 2**33, (0, 32))
+    apart = Collective("all-gather", 2**33, ((0, 32),))
     assert measured(slow).collective(apart) > 1.9 * measured().collective(apart)
     # Of the 32 pairs of neighbouring nodes that begin below a leaf, 8 end below the next one.
-    pairs = [(n, n + 8) for n in range(56)]
-    sent = Collective("collective-permute", 2**30, pairs[0], others=tuple(pairs[1:]))
+    pairs = tuple((n, n + 8) for n in range(56))
+    sent = Collective("collective-permute", 2**30, pairs)
     for oversubscription, factor in ((4.0, 1), (8.0, 2)):
         seconds = measured(replace(leaf, oversubscription=oversubscription)).collective(sent)
         assert seconds / measured().collective(sent) == pytest.approx(factor, rel=1e-2)
     # In a ring over two leaves, every leaf sends one node's pairs of four upwards.
-    ring_pairs = [(n, (n + 8) % 64) for n in range(64)]
-    for pairs in (ring_pairs, [(b, a) for a, b in ring_pairs]):
-        sent = Collective("collective-permute", 2**30, pairs[0], others=tuple(pairs[1:]))
+    ring_pairs = tuple((n, (n + 8) % 64) for n in range(64))
+    for pairs in (ring_pairs, tuple((b, a) for a, b in ring_pairs)):
+        sent = Collective("collective-permute", 2**30, pairs)
         assert sent.uplink_slowdown(replace(leaf, oversubscription=8.0)) == 2
     below = gather(range(32), 2**33, "all-to-all")
     assert measured(slow).collective(below) == measured().collective(below)
@@ -443,7 +443,7 @@ def test_a_width_that_is_in_no_table_is_forecast_from_the_nearest(gpu, most):
 
 
 def gather(devices: range, whole: int, kind: str = "all-gather") -> Collective:
-    return Collective(kind, whole, tuple(devices))
+    return Collective(kind, whole, (tuple(devices),))
 
 
 def test_a_collective_inside_a_node_that_was_measured():

@@ -659,7 +659,7 @@ def test_ids_number_what_the_mode_says(kind, attributes, header, expected):
 def test_the_largest_of_unequal_groups_counts():
     text = COLLECTIVE.replace("GROUPS", "replica_groups={{0},{1,2,3}}")
     (found,) = collectives_of(hlo.Program.parse(text))
-    assert (found.devices, found.others) == ((1, 2, 3), ())
+    assert found.groups == ((1, 2, 3),)
 
 
 COLLECTIVE = """\

@@ -483,7 +483,7 @@ def test_links_between_domains_are_shared_by_their_members():
     """Ring: NIC times members of a domain; all-to-all: what leaves it, over one NIC."""
 
     def seconds(kind: str, devices: tuple[int, ...]) -> float:
-        return Collective(kind, 800, devices).seconds(GPU)
+        return Collective(kind, 800, (devices,)).seconds(GPU)
 
     assert seconds("all-gather", (0, 1, 2, 3)) == pytest.approx(600e-9)
     assert seconds("all-gather", (0, 4)) == pytest.approx(400e-9 / 0.5)
@@ -517,8 +517,7 @@ rhs_batch_dims={0}, rhs_contracting_dims={1}
 
 def test_the_slowest_of_the_groups_decides():
     """A group that is split 3 to 1 sends through one NIC, whatever the first group does."""
-    groups = ((0, 1, 2, 3), (4, 5, 6, 8))
-    found = Collective("all-gather", 800, groups[0], others=groups[1:])
+    found = Collective("all-gather", 800, ((0, 1, 2, 3), (4, 5, 6, 8)))
     assert found.crosses_domains(GPU)
     assert found.seconds(GPU) == pytest.approx(600e-9 / 0.5)
 
@@ -625,12 +624,12 @@ def test_a_network_on_the_lanes_to_the_host_delays_copies():
 def test_an_adapter_of_any_rate_takes_the_lanes_for_as_many_bytes():
     """Of a ring through both GPUs of a domain each adapter sends half; of an all-to-all and of a
     permute, what leaves the domain."""
-    gather = Collective("all-gather", 800, (0, 1, 2, 3), 3)
+    gather = Collective("all-gather", 800, ((0, 1, 2, 3),), 3)
     assert gather.adapter_bytes(replace(GPU, domain=2)) == 600 / 2
     assert gather.adapter_bytes(GPU) == 0
     exchange = replace(gather, kind="all-to-all")
     assert exchange.adapter_bytes(replace(GPU, domain=2)) == 400
-    shift = Collective("collective-permute", 800, (3, 4), 3)
+    shift = Collective("collective-permute", 800, ((3, 4),), 3)
     assert shift.adapter_bytes(GPU) == 800
     beside = program(GATHER + EMPTY + WRITE + WRITTEN + DONE, HOST)
     for nic in (0.5, 5.0, 500.0):
