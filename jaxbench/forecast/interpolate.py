@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import product as combinations
+from itertools import product
 from math import prod
 
 from jaxbench.forecast.tables import Sizes
@@ -59,10 +59,9 @@ class Grid:
     def _at(self, sizes: Sizes) -> float:
         cells = [self._cell(axis, size) for axis, size in zip(self.axes, sizes, strict=True)]
         beyond = prod(max(1.0, s / axis[-1]) for s, axis in zip(sizes, self.axes, strict=True))
-        corners = combinations(*cells)
         return beyond * sum(
             prod(weight for _, weight in corner) * self._known(tuple(size for size, _ in corner))
-            for corner in corners
+            for corner in product(*cells)
         )
 
     def _cell(self, axis: list[int], size: int) -> list[tuple[int, float]]:
