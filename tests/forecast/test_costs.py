@@ -6,7 +6,7 @@ from statistics import NormalDist, median
 
 import pytest
 
-from jaxbench.base.hardware import H100, PLANNED
+from jaxbench.base.hardware import H100, PLANNED, Gpu
 from jaxbench.base.outliers import GPU_SPREAD
 from jaxbench.forecast import tables
 from jaxbench.forecast.costs import EXPECTED, WEIGHTS, Conditions, Measured
@@ -18,8 +18,12 @@ from jaxbench.xla.timeline import Kernel
 BURSTS = Conditions(sustained=False)
 
 
-def measured(gpu=H100, conditions=EXPECTED) -> Measured:
-    return Measured(gpu, tables.load("h100"), conditions)
+def measured(gpu: Gpu = H100, conditions: Conditions = EXPECTED) -> Measured:
+    return Measured(gpu, tables.load(gpu.name.lower()), conditions)
+
+
+def on(gpu: str, conditions: Conditions = EXPECTED) -> Measured:
+    return measured(PLANNED[gpu], conditions)
 
 
 def product(m: int, n: int, k: int, dtype: str = "bf16", batch: int = 1, **more) -> Work:
@@ -45,7 +49,7 @@ def test_a_gpu_with_another_peak_scales_what_was_measured():
     assert (half.work(fp8), half.covers(fp8)) == (measured().work(fp8), True)
     other = replace(PLANNED["gb200"], tflops=PLANNED["gb200"].tflops | {"mxfp8": 20_000.0})
     blocks = product(8192, 28672, 8192, "f8e4m3fn", blocks=True)
-    times = [Measured(gpu, tables.load("gb200")).work(blocks) for gpu in (PLANNED["gb200"], other)]
+    times = [measured(gpu).work(blocks) for gpu in (PLANNED["gb200"], other)]
     assert times[1] < 0.3 * times[0]
     heads = attention(4, 32, 4096, 128, 128)
     assert half.work(heads) == pytest.approx(2 * measured().work(heads))
@@ -107,13 +111,12 @@ def test_products_of_a_step_keep_the_sustained_rate(dtype, name):
 @pytest.mark.parametrize("gpu", ["b200", "gb200", "b300", "gb300"])
 def test_block_scaled_products_have_tables_of_their_own(gpu, dtype, name):
     """A product whose operands have scales of blocks is not a per-tensor one."""
-    loaded, gpu = tables.load(gpu), PLANNED[gpu]
-    burst, expected = (Measured(gpu, loaded, c) for c in (BURSTS, EXPECTED))
+    burst, values = on(gpu, BURSTS), tables.load(gpu).values
     work = product(8192, 8192, 8192, dtype, blocks=name != "bf16")
-    time = loaded.values["product", name][8192, 8192, 8192] * 1e-6
+    time = values["product", name][8192, 8192, 8192] * 1e-6
     assert burst.work(work) == pytest.approx(time)
-    rate = loaded.values["sustained", name][(200,)] * 1e12
-    assert expected.work(work) == pytest.approx(max(time, work.flops / rate))
+    rate = values["sustained", name][(200,)] * 1e12
+    assert on(gpu).work(work) == pytest.approx(max(time, work.flops / rate))
     assert burst.covers(work)
 
 
@@ -129,7 +132,7 @@ def test_quantization_is_counted_once(gpu, together, quantization):
     """Microseconds of aiconfigurator-core 0.12.0 for 8192 cubed in FP8: the table `gemm` times the
     product and the quantization of one operand, `computescale` and `scale_matrix` time the latter.
     A step has kernels of its own for it, which read the operand twice and write it in FP8."""
-    costs = Measured(PLANNED[gpu], tables.load(gpu), BURSTS)
+    costs = on(gpu, BURSTS)
     once = costs.work(product(8192, 8192, 8192, "f8e4m3fn")) * 1e6
     assert once + quantization == pytest.approx(together, rel=1e-3)
     elements = 8192**2
@@ -236,7 +239,7 @@ def test_products_are_padded_to_tiles_and_batches_are_rows():
 )  # fmt: skip
 def test_a_format_without_a_table_is_slower_in_proportion_to_the_peaks(gpu, dtype, slower):
     """The start of a kernel takes as long in every format."""
-    costs = Measured(PLANNED[gpu], tables.load(gpu))
+    costs = on(gpu)
     in_bf16, start = costs.work(product(4096, 8192, 8192)), 1.51e-6
     work = product(4096, 8192, 8192, dtype)
     assert costs.work(work) == pytest.approx(start + slower * (in_bf16 - start), rel=1e-3)
@@ -326,10 +329,6 @@ GPUS = ["h100", "h200", "b200", "gb200", "b300", "gb300"]
 
 def attention(batch: int, heads: int, length: int, *width: int, backward: bool = False) -> Work:
     return Work("attention", "bf16", 0, (batch, heads, length, *width), backward)
-
-
-def on(gpu: str, conditions: Conditions = EXPECTED) -> Measured:
-    return Measured(PLANNED[gpu], tables.load(gpu), conditions)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -533,7 +532,7 @@ def test_a_faster_link_or_less_to_send_never_takes_longer(gpu, kind):
     nearest = PLANNED[gpu]
     faster = [replace(nearest, nic=x * nearest.nic) for x in (0.5, 1, 2, 8)]
     wider = [replace(nearest, nvlink=x * nearest.nvlink) for x in (0.5, 1, 2)]
-    costs = [Measured(g, tables.load(gpu)) for g in (*faster, *wider)]
+    costs = [measured(g) for g in (*faster, *wider)]
     for gpus in (2, 6, 8, 64, 72, 576):
         times = [
             [each.collective(gather(range(gpus), 2**n, kind)) for n in range(8, 36)]
@@ -556,7 +555,7 @@ def test_a_higher_peak_or_a_faster_memory_never_makes_a_kernel_slower(gpu):
     works += [attention(1, 64, length, 128, 128) for length in (256, 8192)]
     works += [grouped(1024, dtype=dtype) for dtype in ("bf16", "f8e4m3fn")]
     for conditions in (BURSTS, EXPECTED):
-        costs = [Measured(g, tables.load(gpu), conditions) for g in (known, *faster)]
+        costs = [measured(g, conditions) for g in (known, *faster)]
         for kernel in [Kernel((work,), 10**8, "") for work in works] + [Kernel((), 10**9, "")]:
             seconds, *others = (sum(each.kernel(kernel).values()) for each in costs)
             assert all(other <= seconds for other in others)
