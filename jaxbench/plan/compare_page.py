@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxbench.base.errors import counted
 from jaxbench.forecast.goodput import Goodput
-from jaxbench.pages.charts import Bar, Chart, Label, empty_chart, three_digits
+from jaxbench.pages.charts import Bar, Chart, empty_chart, three_digits
 from jaxbench.pages.html import render
 from jaxbench.plan.compare_cells import Cell, Figures, as_table, train_state
 from jaxbench.recipe.names import gpus_name
@@ -116,10 +116,8 @@ def _failing(job: Goodput) -> Iterator[str]:
 def _goodput_chart(curves: Series, jobs: dict[int, Goodput]) -> Chart:
     """Goodput over numbers of GPUs. The first curve is the one that the comparison assumes; dots on
     it are its numbers of GPUs."""
-    classes = ("ours", "other", "published")
-    labels: list[Label] = []
-    for css, (name, points) in zip(classes[: len(curves)], curves.items(), strict=True):
-        labels.append((css, 100 * [*points.values()][-1], name))
+    lines = [*zip(("ours", "other", "published"), curves.items(), strict=True)]
+    labels = [(css, 100 * [*points.values()][-1], name) for css, (name, points) in lines]
     counts = [*next(iter(curves.values()))]
     described = "; ".join(
         f"{name}: " + ", ".join(f"{100 * points[n]:.1f} on {counted(n)}" for n in counts[::4])
@@ -130,7 +128,7 @@ def _goodput_chart(curves: Series, jobs: dict[int, Goodput]) -> Chart:
         labels=labels, log=True, from_zero=True,
         x_ticks=[(n, f"{n:,}") for n in (10, 100, 1_000, 10_000, 100_000)],
     )  # fmt: skip
-    for css, points in zip(classes[: len(curves)], curves.values(), strict=True):
+    for css, (_, points) in lines:
         chart.line(css, [(n, 100 * share) for n, share in points.items()])
     chart.dots("ours", [(gpus, 100 * job.share) for gpus, job in sorted(jobs.items())])
     return chart
