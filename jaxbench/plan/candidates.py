@@ -169,6 +169,7 @@ def changes(run: Run, row: Run) -> list[str]:
 def layouts(row: Run, fixed: frozenset[str] = frozenset()) -> list[Run]:
     """Every layout that can run, with full remat and the row's options. The keys in `fixed` keep
     the row's values, except those of the policy."""
+    kept = {key: settings(row)[key] for key in fixed.difference(POLICY)}
     result = []
     for parallelism in _parallelisms(row):
         batch_ranks = row.gpus // parallelism.ranks * parallelism.fsdp * parallelism.expert
@@ -183,7 +184,7 @@ def layouts(row: Run, fixed: frozenset[str] = frozenset()) -> list[Run]:
                 run = replace(row, parallelism=parallelism, batch=batch, execution=execution)
             except RecipeError:
                 continue
-            if all(settings(run)[key] == settings(row)[key] for key in fixed.difference(POLICY)):
+            if kept.items() <= settings(run).items():
                 result.append(run)
     return result
 
