@@ -163,14 +163,11 @@ def questions(plan: Plan) -> Iterator[tuple[str, str]]:
     f, row = plan.forecast, plan.published
     if f.unknown:
         yield no_forecast(f)
-    elif row:
-        yield _why_it_differs(plan, row)
-    else:
-        yield "Nothing is published for this work.", ""
-    if not f.unknown:
-        unsure = sum(f.rests_on.get(basis, 0.0) for basis in UNSURE) / f.step_s
-        more = f"; {100 * unsure:.0f} % of it is in proportion to other shapes" if unsure else ""
-        yield "How far to trust it:", f"{text.trust(f)}{more}."
+        return
+    yield _why_it_differs(plan, row) if row else ("Nothing is published for this work.", "")
+    unsure = f.rests_on.get("in proportion", 0.0) / f.step_s
+    more = f"; {100 * unsure:.0f} % of it is in proportion to other shapes" if unsure else ""
+    yield "How far to trust it:", f"{text.trust(f)}{more}."
 
 
 def no_forecast(f: Forecast) -> tuple[str, str]:
