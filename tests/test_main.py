@@ -90,7 +90,7 @@ def test_list_shows_every_row(capsys):
     assert legend.startswith(f"{known} rows of {len(loaded)} recipes.")
     # A forecast is the table's; the ratio is of it and of the published step on the same GPU.
     step_s, interval = listing.forecasts()["llama2_70b_bf16", "h100", 64]
-    within = "{:.3g} to {:.3g}".format(*interval) if interval else ""
+    within = "{:.3g} to {:.3g}".format(*interval)
     forecast, published = 128 * 4096 / 64 / step_s, 128 * 4096 / 64 / 6.999
     expected = rf"{forecast:,.0f} +{published:,.0f} +{6.999 / step_s:.2f} +{step_s:.3f} +{within}"
     assert re.search(rf"(?m)^llama2_70b_bf16 +H100 +64 +{expected} *fsdp 64 +80 +128$", table)

@@ -103,13 +103,13 @@ def rows() -> Iterator[Row]:
 
 
 @cache
-def forecasts() -> dict[tuple[str, str, int], tuple[float, tuple[float, float] | None]]:
+def forecasts() -> dict[tuple[str, str, int], tuple[float, tuple[float, float]]]:
     """Forecast seconds and their 90 % interval by recipe, GPU and number of GPUs, from the table of
     all plans."""
     return {
         (line["recipe"], line["GPU"], int(line["GPUs"])): (
             float(line["forecast s"]),
-            (float(line["low s"]), float(line["high s"])) if line["low s"] else None,
+            (float(line["low s"]), float(line["high s"])),
         )
         for line in planned.read()[1]
     }
