@@ -91,15 +91,12 @@ def profile_window(
     return Window(*steps, partial(jax.profiler.start_trace, trace), stop)
 
 
-def compile_without_graphs(
-    run: Run, extra_options: dict[str, Any] | None = None, guide: Guide | None = None
-) -> Compiled:
+def compile_without_graphs(run: Run, extra_options: dict[str, Any], guide: Guide) -> Compiled:
     """`compile_program` without CUDA graphs, which hide kernels from JAX's profiler. We use no
     cache: a program that XLA loads from a cache has CUDA graphs, whatever its compiler options
     (seen with jax 0.10.2 on null GPUs)."""
     with cache_in(None):
-        options = {"xla_gpu_enable_command_buffer": "", **(extra_options or {})}
-        return compile_program(run, options, guide)
+        return compile_program(run, flags.WITHOUT_GRAPHS | extra_options, guide)
 
 
 def broadcast_guide(name: str) -> Guide:
@@ -190,7 +187,7 @@ def compile_with_pgle(
     """
     say(f"PGLE: timing {TIMED_STEPS} steps, then profiling {PROFILED_STEPS}")
     before = [s["step_time_s"] for s in run_steps(replace(run, steps=TIMED_STEPS), program)]
-    collecting = compile_without_graphs(run, guide=broadcast_guide("visible schedule")).program
+    collecting = compile_without_graphs(run, {}, broadcast_guide("visible schedule")).program
     trace, path = folder / "pgle", (folder / "pgle" / "profile.pb").absolute()
     if jax.process_index() == 0:  # an earlier start may have left a profile of its program
         shutil.rmtree(trace / "plugins", ignore_errors=True)
