@@ -11,7 +11,7 @@ from test_check import made
 
 from jaxbench.base.errors import RecipeError
 from jaxbench.check import acceptance, qualify, rows
-from jaxbench.check.judge import BETWEEN_NODES, Finding, by_kind, node_of
+from jaxbench.check.judge import BETWEEN_NODES, Finding, by_kind, node_of, rates_as_json
 
 
 def sized(**busbw):
@@ -27,15 +27,7 @@ def sized(**busbw):
 def record(folder, nodes, rates, hosts, sizes=()):
     """Writes check.json as a check of these nodes does."""
     mine = [rate for rate in rates if {*map(node_of, rate.ends)} <= {*nodes}]
-    kinds = {
-        kind: {
-            "unit": "GB/s", "expected": None,
-            "values": {" - ".join(rate.ends): rate.value for rate in some},
-            "distances": {" - ".join(rate.ends): rate.distance for rate in some},
-            "noise": {" - ".join(rate.ends): rate.noise for rate in some},
-        }
-        for kind, some in by_kind(mine).items()
-    }  # fmt: skip
+    kinds = rates_as_json(by_kind(mine))
     report = {"rates": kinds, "hosts": {name: hosts[name] for name in nodes}, "device": "H100"}
     report |= {"nodes": len(nodes), "devices": 8 * len(nodes), "sizes": sizes}
     folder.mkdir(parents=True)

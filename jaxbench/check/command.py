@@ -5,7 +5,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -18,7 +17,15 @@ from jaxbench.base.hardware import NULL, PLANNED, identify, is_null
 from jaxbench.base.terminal import console, live, plain_table
 from jaxbench.check import host_facts, measure
 from jaxbench.check.arguments import FILE, Options, parse_options
-from jaxbench.check.judge import Rate, by_kind, judge, size_findings, slow
+from jaxbench.check.judge import (
+    Rate,
+    by_kind,
+    judge,
+    rates_as_json,
+    rates_from_json,
+    size_findings,
+    slow,
+)
 from jaxbench.cluster import devices, ending, job, nvml
 from jaxbench.forecast import tables
 
@@ -126,10 +133,10 @@ def found_here(
     with host_facts.under_load(told.values(), facts):
         rates = measure_kinds(cluster, measure.MATMULS)
     rates += measure_kinds(cluster, measure.OTHERS)
-    first = job.gather("check first", [asdict(rate) for rate in rates])
+    first = job.gather("check first", rates_as_json(by_kind(rates)))
 
     def doubtful() -> list[str]:
-        kinds = by_kind(rate_from_json(rate) for some in first for rate in some)
+        kinds = by_kind(rate for here in first for rate in rates_from_json(here))
         return [kind for kind, some in kinds.items() if on_gpus() and slow(some)]
 
     rates += measure_kinds(cluster, job.broadcast("check again", doubtful))
@@ -142,7 +149,7 @@ def found_here(
         if job.one_of_node("check of DCGM"):
             found["diagnosis"] = host_facts.diagnosis()
     sizes = measure.by_size(cluster) if options.sizes else []
-    return found | {"rates": [asdict(rate) for rate in rates], "sizes": sizes}
+    return found | {"rates": rates_as_json(by_kind(rates)), "sizes": sizes}
 
 
 def measure_kinds(cluster: measure.Cluster, kinds: Iterable[str]) -> list[Rate]:
@@ -160,11 +167,6 @@ def progress(what: str) -> AbstractContextManager[Callable[[str], None]]:
     return live(what, shown=jax.process_index() == 0)
 
 
-def rate_from_json(rate: Mapping[str, Any]) -> Rate:
-    """A rate that was sent as JSON."""
-    return Rate(**{**rate, "ends": tuple(rate["ends"])})
-
-
 def on_gpus() -> bool:
     """False for CPU devices. Their rates are not judged, since they share a CPU."""
     return jax.default_backend() == "gpu"
@@ -176,7 +178,7 @@ def make_report(
 ) -> dict[str, Any]:  # fmt: skip
     """The report, which becomes check.json, from what all processes have found."""
     device = jax.local_devices()[0].device_kind
-    rates = [rate_from_json(rate) for here in everywhere for rate in here["rates"]]
+    rates = [rate for here in everywhere for rate in rates_from_json(here["rates"])]
     middle = median(here["clock"] for here in everywhere)
     hosts: dict[str, dict[str, Any]] = {}
     for here in everywhere:
@@ -206,17 +208,7 @@ def make_report(
         "not_judged": [*unknown, *too_few(kinds, hosts, options.sizes)],
         "unknown": unknown,
         "exclude": ",".join(excluded),
-        "rates": {
-            kind: {
-                "unit": some[0].unit,
-                "expected": some[0].expected,
-                "median": median(rate.value for rate in some),
-                "values": {" - ".join(rate.ends): rate.value for rate in some},
-                "distances": {" - ".join(r.ends): r.distance for r in some if r.distance},
-                "noise": {" - ".join(r.ends): r.noise for r in some if r.noise is not None},
-            }
-            for kind, some in kinds.items()
-        },
+        "rates": rates_as_json(kinds),
         "sizes": sizes,
         "hosts": hosts,
     }

@@ -93,6 +93,30 @@ def by_kind(rates: Iterable[Rate]) -> dict[str, list[Rate]]:
     return kinds
 
 
+def rates_as_json(kinds: Mapping[str, Sequence[Rate]]) -> dict[str, dict[str, Any]]:
+    """The rates of `by_kind` for check.json. The processes of a check send each other the same."""
+    return {
+        kind: {
+            "unit": some[0].unit,
+            "expected": some[0].expected,
+            "median": median(rate.value for rate in some),
+            "values": {" - ".join(rate.ends): rate.value for rate in some},
+            "distances": {" - ".join(r.ends): r.distance for r in some if r.distance},
+            "noise": {" - ".join(r.ends): r.noise for r in some if r.noise is not None},
+        }
+        for kind, some in kinds.items()
+    }
+
+
+def rates_from_json(kinds: Mapping[str, Mapping[str, Any]]) -> Iterator[Rate]:
+    """The rates that `rates_as_json` wrote."""
+    for kind, entry in kinds.items():
+        for ends, value in entry["values"].items():
+            where, far = tuple(ends.split(" - ")), entry.get("distances", {}).get(ends, 0)
+            noise = entry.get("noise", {}).get(ends)
+            yield Rate(kind, entry["unit"], where, value, entry["expected"], far, noise)
+
+
 def slow(rates: Sequence[Rate]) -> dict[tuple[str, ...], tuple[float, str]]:
     """The slow GPUs, nodes or links of one kind, by their ends: (by what share they are below the
     median, how the message ends)."""

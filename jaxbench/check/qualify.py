@@ -25,7 +25,14 @@ from jaxbench.base.files import json_object, owned, write_json
 from jaxbench.base.terminal import command, console, plain_table, write
 from jaxbench.check import acceptance, rows
 from jaxbench.check.arguments import FILE as CHECKED
-from jaxbench.check.judge import Finding, Rate, fall_findings, judge, node_of, size_findings
+from jaxbench.check.judge import (
+    Finding,
+    fall_findings,
+    judge,
+    node_of,
+    rates_from_json,
+    size_findings,
+)
 from jaxbench.check.qualify_options import Options, parse_options
 from jaxbench.cluster.jobs import environment, slurm
 
@@ -228,17 +235,8 @@ def findings_of(checks: Iterable[Check]) -> list[Finding]:
     reports = [check.report for check in checks if check.report is not None]
     hosts = {node: host for report in reports for node, host in report["hosts"].items()}
     on_gpus = any(report["device"] != "cpu" for report in reports)
-    rates = [rate for report in reports for rate in rates_of(report)]
+    rates = [rate for report in reports for rate in rates_from_json(report["rates"])]
     return judge(rates, hosts, comparable=on_gpus)
-
-
-def rates_of(report: Mapping[str, Any]) -> Iterator[Rate]:
-    """The rates of a check.json."""
-    for kind, entry in report["rates"].items():
-        for ends, value in entry["values"].items():
-            where, far = tuple(ends.split(" - ")), entry.get("distances", {}).get(ends, 0)
-            noise = entry.get("noise", {}).get(ends)
-            yield Rate(kind, entry["unit"], where, value, entry["expected"], far, noise)
 
 
 def rounds(nodes: Sequence[str]) -> Iterator[Sequence[tuple[str, ...]]]:
