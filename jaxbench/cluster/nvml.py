@@ -98,11 +98,10 @@ class Gpu:
 
     def facts(self) -> dict[str, Any]:
         """Model, firmware, modes and limits, in MHz, W and numbers of links. `ecc`, `mig` and
-        `persistence` say whether these are on; `numa` is the host's node. The last entries are rows
-        of memory that are remapped, and whether a remapping waits for a reset or failed."""
+        `persistence` say whether these are on. The last entries are rows of memory that are
+        remapped, and whether a remapping waits for a reset or failed."""
         mig, ecc, pci = (self._ask(name) for name in ("MigMode", "EccMode", "PciInfo"))
         persistence = self._ask("PersistenceMode")
-        memory = self._ask("MemoryInfo")
         (count,) = self._fields(LINKS)
         states = [self._ask("NvLinkState", link) for link in range(count or 0)]
         rows = self._ask("RemappedRows") or (None,) * 4
@@ -112,21 +111,16 @@ class Gpu:
             "serial": self._ask("Serial"),
             "pci": pci and pci.busId,
             "vbios": self._ask("VbiosVersion"),
-            "memory_bytes": memory and memory.total,
             "mig": mig and bool(mig[0]),
             "ecc": ecc and bool(ecc[0]),
             "persistence": None if persistence is None else bool(persistence),
             "power_limit_w": _scaled(self._ask("EnforcedPowerLimit"), 1e-3),
             "power_default_w": _scaled(self._ask("PowerManagementDefaultLimit"), 1e-3),
             "sm_max_mhz": self.sm_max_mhz,
-            "memory_max_mhz": self._ask("MaxClockInfo", 2),
-            "pcie_generation": self._ask("CurrPcieLinkGeneration"),
-            "pcie_max_generation": self._ask("MaxPcieLinkGeneration"),
             "pcie_lanes": self._ask("CurrPcieLinkWidth"),
             "pcie_max_lanes": self._ask("MaxPcieLinkWidth"),
             "nvlinks": count,
             "nvlinks_up": sum(map(bool, states)) if count else None,
-            "numa": self._ask("NumaNodeId"),
             "rows_remapped": None if rows[0] is None else rows[0] + rows[1],
             "remap_pending": rows[2],
             "remap_failed": rows[3],
