@@ -2,31 +2,47 @@
 
 import csv
 import io
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxbench.base.files import as_json
 from jaxbench.base.quantity import figure
 from jaxbench.base.untrusted import printable
 from jaxbench.report.runs import Result
 
-COLUMNS = {
-    "verdict": "verdict", "recipe": "recipe", "gpus": "GPUs", "dtype": "dtype", "label": "label",
-    "step_time_s": "step s", "std_s": "std s", "window": "iterations",
-    "tokens_per_s_per_gpu": "tokens/s/GPU", "tflops_per_gpu": "TFLOP/s/GPU", "mfu_pct": "MFU %",
-    "joules_per_token": "J/token", "tokens_per_kwh": "tokens/kWh",
-    "convention": "FLOPs", "published_s": "published s", "ratio": "of published",
-    "forecast_s": "forecast s", "of_forecast": "of forecast",
-    "reason": "why", "path": "found in",
-}  # fmt: skip
-"""Keys of a line, and their headings. `ratio` is the throughput over the published throughput,
-`of_forecast` the throughput over the throughput that a plan forecasts."""
 
-DECIMALS = {
-    "step_time_s": 3, "std_s": 3, "tokens_per_s_per_gpu": 1, "tflops_per_gpu": 1, "mfu_pct": 2,
-    "published_s": 3, "ratio": 3, "forecast_s": 3, "of_forecast": 3, "joules_per_token": 3,
-    "tokens_per_kwh": 0,
-}  # fmt: skip
-"""Decimals for people, as in the published tables."""
+class Column(NamedTuple):
+    """How people see a key of a line: its heading, its decimals as in the published tables (None
+    for a text or a count), and its heading on the page, where only some columns are."""
+
+    heading: str
+    decimals: int | None = None
+    on_page: str = ""
+
+
+COLUMNS = {
+    "verdict": Column("verdict"),
+    "recipe": Column("recipe"),
+    "gpus": Column("GPUs", on_page="GPUs"),
+    "dtype": Column("dtype"),
+    "label": Column("label"),
+    "step_time_s": Column("step s", 3, "Step, s"),
+    "std_s": Column("std s", 3),
+    "window": Column("iterations"),
+    "tokens_per_s_per_gpu": Column("tokens/s/GPU", 1, "Tokens/s/GPU"),
+    "tflops_per_gpu": Column("TFLOP/s/GPU", 1, "TFLOP/s/GPU"),
+    "mfu_pct": Column("MFU %", 2, "MFU, %"),
+    "joules_per_token": Column("J/token", 3, "J/token"),
+    "tokens_per_kwh": Column("tokens/kWh", 0, "Tokens/kWh"),
+    "convention": Column("FLOPs"),
+    "published_s": Column("published s", 3, "Published, s"),
+    "ratio": Column("of published", 3, "Of published"),
+    "forecast_s": Column("forecast s", 3),
+    "of_forecast": Column("of forecast", 3, "Of forecast"),
+    "reason": Column("why"),
+    "path": Column("found in"),
+}
+"""The keys of a line, in the order of columns. `ratio` is the throughput over the published
+throughput, `of_forecast` the throughput over the throughput that a plan forecasts."""
 
 
 def line(result: Result, convention: str) -> dict[str, Any]:
@@ -69,12 +85,14 @@ def cell(key: str, value: Any) -> str:
     """A value of a line, formatted for people by its key."""
     if value is None:
         return ""
-    return f"{value:.{DECIMALS[key]}f}" if key in DECIMALS else str(value)
+    decimals = COLUMNS[key].decimals
+    return str(value) if decimals is None else f"{value:.{decimals}f}"
 
 
 def as_markdown(lines: list[dict[str, Any]]) -> str:
     """A table for a document."""
-    cells = [COLUMNS.values(), *([cell(key, line[key]) for key in COLUMNS] for line in lines)]
+    headings = [column.heading for column in COLUMNS.values()]
+    cells = [headings, *([cell(key, line[key]) for key in COLUMNS] for line in lines)]
     heading, *body = (
         f"| {' | '.join(text.replace('|', chr(92) + '|') for text in texts)} |\n" for texts in cells
     )

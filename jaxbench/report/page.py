@@ -16,14 +16,6 @@ from jaxbench.report.named import NamedRun, headline, named, windows
 from jaxbench.report.runs import Result
 from jaxbench.results.verdict import SMOKE
 
-COLUMNS = {
-    "gpus": "GPUs", "step_time_s": "Step, s", "tokens_per_s_per_gpu": "Tokens/s/GPU",
-    "tflops_per_gpu": "TFLOP/s/GPU", "mfu_pct": "MFU, %", "joules_per_token": "J/token",
-    "tokens_per_kwh": "Tokens/kWh", "published_s": "Published, s",
-    "ratio": "Of published", "of_forecast": "Of forecast",
-}  # fmt: skip
-"""Figures in the table of runs, and their headings there."""
-
 FILTERS: dict[str, Callable[..., Any]] = {
     "figure": formats.cell,
     "in_words": history.faster_or_slower,
@@ -53,8 +45,9 @@ def page(results: Sequence[Result], convention: str) -> str:
         shown=shown,
         headline=headline(runs),
         counts=[(name, verdicts[name]) for name in SYMBOLS if name in verdicts],
-        columns=[(key, _of_devices(heading) if smoke == len(runs) else heading)
-                 for key, heading in COLUMNS.items() if any(run.line[key] for run in runs)],
+        columns=[(key, _of_devices(column.on_page) if smoke == len(runs) else column.on_page)
+                 for key, column in formats.COLUMNS.items()
+                 if column.on_page and any(run.line[key] for run in runs)],
         smoke=smoke,
         smoke_text=SMOKE,
         convention=convention,

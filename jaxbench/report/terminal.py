@@ -79,7 +79,8 @@ def _table(runs: Sequence[NamedRun]) -> Table:
     keys += ["window"] if len(windows(runs)) > 1 else []
     reasons = [run.line["reason"] if run.line["verdict"] == "not comparable" else ""
                for run in runs]  # fmt: skip
-    for heading in ("verdict", "run", "GPUs", "step s", *(formats.COLUMNS[key] for key in keys)):
+    figures = [formats.COLUMNS[key].heading for key in ("gpus", "step_time_s", *keys)]
+    for heading in ("verdict", "run", *figures):
         left = heading in ("verdict", "run")
         grid.add_column(heading, justify="left" if left else "right", no_wrap=True)
     if any(reasons):
