@@ -200,7 +200,7 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
         raise RecipeError("--exclude-slow on one node needs --check on")
     image, venv = variables.text("RUN_CONF_IMAGE"), variables.text("JAXBENCH_VENV")
     settings |= {
-        "JAXBENCH_ROOT": str(ROOT), "JAXBENCH_STAGE": str(stage), "JAXBENCH_RESULTS": str(results),
+        "JAXBENCH_ROOT": str(ROOT), "JAXBENCH_RESULTS": str(results),
         "JAXBENCH_NAME": name, "JAXBENCH_SYSTEM": system, "JAXBENCH_GPU": gpu.name,
         "JAXBENCH_LOCAL_DEVICES": local, "JAXBENCH_RESTARTS": str(args.restarts),
         "JAXBENCH_CHECK": check, "JAXBENCH_EXCLUDE_SLOW": str(args.exclude_slow).lower(),
