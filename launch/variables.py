@@ -10,6 +10,7 @@ from sbatch import SITE
 from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import PLANNED, Gpu
 from jaxbench.recipe import recipes
+from jaxbench.run.arguments import PROFILED_RANKS
 
 WORKLOADS = {
     "llama3.1": "llama31", "nemotron": "nemotron4", "maxtext": "llama2",
@@ -156,7 +157,7 @@ def profile_options(
         length = last  # the run ends with the profile, as published
     ranks = variables.text("RUN_CONF_PROFILE_RANKS")
     if ranks is None:
-        ranks = ",".join(map(str, train.get("profile_ranks", range(8))))
+        ranks = ",".join(map(str, train.get("profile_ranks", PROFILED_RANKS)))
     if first >= last:
         raise RecipeError(f"profiling from step {first} to step {last} profiles nothing")
     if not all(rank.isdecimal() for rank in ranks.split(",")):

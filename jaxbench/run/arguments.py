@@ -17,7 +17,7 @@ from jaxbench.recipe.settings import SMOKE_STEPS, STEPS
 KEEP = 2
 """The number of checkpoints that a run keeps by default."""
 
-PROFILED_RANKS = "0,1,2,3,4,5,6,7"
+PROFILED_RANKS = tuple(range(8))
 """The processes that are profiled by default. A smaller job profiles those that it has."""
 
 EXAMPLES = """
@@ -182,7 +182,7 @@ def check_arguments(options: Options) -> None:
 def check_profiled(options: Options, processes: int) -> None:
     """Raises RecipeError for ranks to profile that the job does not have."""
     absent = [rank for rank in options.profile_ranks if not 0 <= rank < processes]
-    if options.profile and absent and options.profile_ranks != ranks(PROFILED_RANKS):
+    if options.profile and absent and options.profile_ranks != PROFILED_RANKS:
         raise RecipeError(
             f"--profile-ranks {','.join(map(str, absent))}: the job has ranks 0 to {processes - 1}"
         )
