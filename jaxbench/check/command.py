@@ -68,20 +68,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def ask_driver() -> tuple[dict[jax.Device, nvml.Gpu], str | None]:
-    """The driver's view of this process's GPUs, and if NVML cannot be asked, why."""
-    if not on_gpus():
-        return {}, None
+    """`devices.known_to_nvml`, and if NVML cannot be asked, why."""
     try:
-        every = nvml.gpus()
+        return devices.known_to_nvml(), None
     except RecipeError as error:
         return {}, str(error)
-    return {d: every[d.local_hardware_id or 0] for d in jax.local_devices() if every}, None
 
 
 def find_cluster(told: Mapping[jax.Device, nvml.Gpu]) -> measure.Cluster:
     """The devices of the job by node. `told` is the driver's view of this process's devices. Raises
     RecipeError if nodes have different numbers of devices."""
-    here = {d.id: told[d].index if told else d.local_hardware_id or 0 for d in jax.local_devices()}
+    local = jax.local_devices()
+    here = {d.id: told[d].index if d in told else d.local_hardware_id or 0 for d in local}
     node_of: dict[int, str] = {}
     number_of: dict[int, int] = {}
     for node, numbers in job.all_gather("check of nodes", [job.node(), [*here.items()]]):

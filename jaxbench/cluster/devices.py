@@ -10,7 +10,7 @@ import jax
 
 from jaxbench.base.errors import RecipeError, RunFailed, cause_of, counted, listed
 from jaxbench.base.hardware import Gpu, is_null
-from jaxbench.cluster import job
+from jaxbench.cluster import job, nvml
 from jaxbench.jax_internals import taken_gpus
 
 LISTED = 4
@@ -99,6 +99,16 @@ def check_local_devices(expected: int | None, cpu: bool) -> None:
     if (count := jax.local_device_count()) != expected:
         seen = counted(count, "device")
         raise RecipeError(f"{where} sees {seen}{hidden_by()}, but {expected} {were} expected")
+
+
+def known_to_nvml() -> dict[jax.Device, nvml.Gpu]:
+    """This process's GPUs as NVML knows them, in JAX's order. Empty for CPU devices. Raises
+    RecipeError if NVML cannot be asked."""
+    if jax.default_backend() != "gpu":
+        return {}
+    visible = nvml.gpus()
+    numbers = {device: device.local_hardware_id or 0 for device in jax.local_devices()}
+    return {device: visible[n] for device, n in numbers.items() if n < len(visible)}
 
 
 def other_gpu(gpu: Gpu | None) -> str | None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxbench.base.errors import RecipeError
 from jaxbench.cluster import job, nvml
+from jaxbench.cluster.devices import known_to_nvml
 from jaxbench.cluster.telemetry import Sampler
 from jaxbench.cluster.timing import device_seconds
 from jaxbench.results.window import spread
@@ -68,14 +69,10 @@ def gather_ranks(
 
 def numbers() -> list[int]:
     """The NVML numbers of this process's devices, in JAX's order; empty without NVML."""
-    if jax.default_backend() != "gpu":
-        return []
     try:
-        visible = nvml.gpus()
+        return [gpu.index for gpu in known_to_nvml().values()]
     except RecipeError:
         return []
-    local = [device.local_hardware_id for device in jax.local_devices()]
-    return [visible[n].index for n in local if n < len(visible)]
 
 
 def products_s() -> list[float]:
