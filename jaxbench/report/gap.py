@@ -59,8 +59,8 @@ def explain(result: Result) -> Gap | None:
     """The gap of a complete run to the published step if we may compare them, else to the plan's
     forecast. None if there is neither. If the data of a part are missing, the part is missing
     too."""
-    run, mean = result.run, result.mean_s
-    if not result.complete or mean is None:
+    run, mean = result.run, result.counted_s
+    if mean is None:
         return None
     if result.verdict.ratio is not None and run.published:
         kind, reference = "published", run.published["step_time_s"]

@@ -97,7 +97,7 @@ class Series:
     @property
     def steps(self) -> list[tuple[Point, float]]:
         """The complete runs, with their step times."""
-        return [(p, s) for p in self.points if p.result.complete and (s := p.result.mean_s)]
+        return [(p, s) for p in self.points if (s := p.result.counted_s)]
 
     def says(self, threshold: float) -> str:
         """The last change, or that there is none."""
@@ -180,12 +180,12 @@ def _with_work(row: Series) -> Series:
 
 
 def _points(group: Sequence[Result], threshold: float) -> Iterator[Point]:
-    changes = find_changes([r.mean_s for r in group if r.complete and r.mean_s], threshold)
+    changes = find_changes([s for r in group if (s := r.counted_s)], threshold)
     previous: Result | None = None
     number = 0
     for r in group:
         point = Point(result=r)
-        if r.complete and r.mean_s:
+        if r.complete:
             if previous is not None and number in changes:
                 different = (*differences([previous], [r]),)
                 point = Point(result=r, change=changes[number], differences=different)
@@ -287,8 +287,7 @@ def text(history: Sequence[Series], threshold: float) -> str:
         for p in series.points[: -SHOWN - 1 : -1]:
             result = p.result
             file_time = "*" if result.run.dated != "record" else " "
-            counts = result.mean_s is not None and result.complete
-            seconds = f"{result.mean_s:9.3f} s" if counts else f"{'-':>11}"
+            seconds = f"{s:9.3f} s" if (s := result.counted_s) else f"{'-':>11}"
             verdict = result.verdict.name if result.complete else str(result.verdict)
             change = "" if p.change is None else f"  {faster_or_slower(p.change)}"
             lines.append(f"  {p.started:%Y-%m-%d %H:%M}{file_time} {seconds}  {verdict}{change}")
@@ -312,7 +311,7 @@ def as_json(history: Sequence[Series]) -> str:
     content = [
         {"row": series.name, "published_s": series.published_s, "runs": [
             {"started": p.started.isoformat(), "dated": p.result.run.dated,
-             "step_time_s": p.result.mean_s if p.result.complete else None,
+             "step_time_s": p.result.counted_s,
              "verdict": p.result.verdict.name,
              "slow_nodes": p.slow_nodes, "change": p.change, "differences": p.differences,
              "path": str(p.result.run.path)}

@@ -201,6 +201,11 @@ class Result:
         """True if the step time counts."""
         return self.verdict.name in ("pass", "slow", "not comparable")
 
+    @property
+    def counted_s(self) -> float | None:
+        """The mean step time if it counts, else None."""
+        return self.mean_s if self.complete else None
+
 
 def evaluate(run: RunData, window: Window) -> Result:
     """The mean of a run over a window, and the verdict."""
