@@ -169,7 +169,7 @@ def report(paths: list[Path], window: str | None) -> list[Result]:
 def _order(result: Result) -> tuple[str, str, int, str]:
     """The sort key: the recipe without its row, then numbers."""
     r = result.run
-    return r.recipe.partition(":")[0].strip(), r.dtype or "", r.gpus or 0, r.recipe
+    return r.recipe.partition(":")[0], r.dtype or "", r.gpus or 0, r.recipe
 
 
 def _compared(path: Path, options: Options, option: str, *known: str) -> list[Result]:

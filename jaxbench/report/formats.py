@@ -59,7 +59,7 @@ def line(result: Result, convention: str) -> dict[str, Any]:
     rate = r.tokens / mean_s / r.gpus if r.tokens and r.gpus and mean_s else None
     return {
         "verdict": result.verdict.name,
-        "recipe": r.recipe.strip(),
+        "recipe": r.recipe,
         "gpus": r.gpus,
         "dtype": r.dtype,
         "label": r.label,

@@ -151,20 +151,19 @@ def history(results: Sequence[Result], threshold: float) -> list[Series]:
 def _row(run: RunData) -> tuple:
     """The device of a run, and what else runs of one series share besides the model."""
     device = str((run.record.get("hardware") or {}).get("device", "unknown hardware"))
-    return device, run.recipe.strip(), run.dtype, run.gpus, run.tokens, run.label
+    return device, run.recipe, run.dtype, run.gpus, run.tokens, run.label
 
 
 def _series(group: Sequence[Result], device: str, threshold: float) -> Series:
     r = group[0].run
     dtype, label = r.suffixes
-    whole = r.recipe.strip()
-    recipe, _, row = whole.partition(":")
+    recipe, _, row = r.recipe.partition(":")
     gpu = hardware.identify(device)
     on = f" on {r.gpus} x {device}" if r.gpus else f" on {device}"
     briefly = f" on {counted(r.gpus, gpu.name)}" if gpu else on
     return Series(
-        name=whole + dtype + on + label,
-        brief=(recipe if row == str(r.gpus) else whole) + dtype + briefly + label,
+        name=r.recipe + dtype + on + label,
+        brief=(recipe if row == str(r.gpus) else r.recipe) + dtype + briefly + label,
         smoke=r.label == "smoke",
         published_s=next((p["step_time_s"] for r in group if (p := r.run.published)), None),
         points=[*_points(group, threshold)],

@@ -251,7 +251,7 @@ def _run(
     those of the first step; None for what the log does not say."""
     family, (model, size, dtype, gpus) = _family(workload), workload
     run = RunData(
-        path=path, recipe=f"{family or model or printable(path.stem)} {size or ''}",
+        path=path, recipe=f"{family or model or printable(path.stem)} {size or ''}".strip(),
         gpus=gpus, dtype=dtype, label="log", steps=steps, tokens=tokens,
         model=f"{family or model} {size}" if model else "",
         started=datetime.fromtimestamp(path.stat().st_mtime, UTC), dated="file time",
@@ -266,7 +266,7 @@ def _run(
         run.not_comparable.append(
             f"the log does not say its {', '.join(unknown)}"
             if unknown
-            else f"nothing is published for {run.recipe.strip()} {dtype} on {counted(gpus)}"
+            else f"nothing is published for {run.recipe} {dtype} on {counted(gpus)}"
         )
         return run
     run.tokens = tokens or (sequences or row.gbs) * row.seq_len

@@ -82,7 +82,7 @@ def named(results: Sequence[Result], convention: str) -> list[NamedRun]:
 def _name(run: RunData) -> str:
     """A run by its recipe and row, or by its workload and GPUs."""
     gpus = "" if ":" in run.recipe or not run.gpus else f" on {run.gpus}"
-    return "".join((run.recipe.strip(), *run.suffixes, gpus))
+    return "".join((run.recipe, *run.suffixes, gpus))
 
 
 def windows(runs: Sequence[NamedRun]) -> list[str]:

@@ -137,7 +137,7 @@ class RunData:
         """What a name of the run has after the recipe: dtype and label, if the recipe does not
         include them."""
         dtype = "" if not self.dtype or self.dtype in self.recipe else f" {self.dtype}"
-        plain = ("full", "log", "", self.recipe.strip().rpartition(":")[2])
+        plain = ("full", "log", "", self.recipe.rpartition(":")[2])
         return dtype, "" if self.label in plain else f" ({self.label})"
 
     @property
