@@ -320,8 +320,9 @@ class Attempt:
             self.recorder.say(f"starting from {path}")
         if path != self.session.checkpoint:
             self.session = replace(self.session, checkpoints=(path,))
-            start = self.session.start
-            self.recorder.begin(start, start_fields(self.recorder.record, start))
+            start, record = self.session.start, self.recorder.record
+            fields = start_fields(self.run, self.session.options, record, start)
+            self.recorder.begin(start, fields)
 
     def _saver(self) -> Any:
         """The run's `Checkpoints`; None if it saves none."""

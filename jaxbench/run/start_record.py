@@ -31,8 +31,6 @@ OF_PROGRAM = "pgle", "tune_kernels"
 IGNORED = ("recipe.overrides",)
 """Fields that say how others were set."""
 
-RESUMED = "resumed at step "
-
 
 def new_record(run: Run, path: Path, options: Options, step: int) -> dict[str, Any]:
     """The record of a start from `step`, before its first step. `path` is run.json."""
@@ -58,7 +56,6 @@ def new_record(run: Run, path: Path, options: Options, step: int) -> dict[str, A
         "options": {name: getattr(options, name) for name in OF_PROGRAM},
         "parameters": flops.parameters(run.model)["total"],
         "published": row and asdict(row),
-        "not_comparable_because": not_comparable(run, devices, options),
         "starts": [*(before["starts"] if before else []), {}],
     }
     record["starts"][-1] = {
@@ -70,7 +67,7 @@ def new_record(run: Run, path: Path, options: Options, step: int) -> dict[str, A
         "hosts": [*dict.fromkeys(job.all_gather("hosts", job.node()))],
         "changed": changes(before, record) if before else {},
     }
-    return record | start_fields(record, step)
+    return record | start_fields(run, options, record, step)
 
 
 def not_comparable(run: Run, devices: dict[str, Any], options: Options) -> list[str]:
@@ -89,15 +86,14 @@ def not_comparable(run: Run, devices: dict[str, Any], options: Options) -> list[
     return reasons
 
 
-def start_fields(record: dict[str, Any], step: int) -> dict[str, Any]:
+def start_fields(run: Run, options: Options, record: dict[str, Any], step: int) -> dict[str, Any]:
     """The fields of a record that depend on the step at which its last start begins."""
     starts = [*record["starts"][:-1], record["starts"][-1] | {"step": step}]
     first, *resumed = [start["step"] for start in starts]
-    texts = record["not_comparable_because"]
-    reasons = [text for text in texts if not text.startswith((RESUMED, "iterations "))]
+    reasons = not_comparable(run, record["hardware"], options)
     if resumed:
-        reasons.append(RESUMED + ", ".join(map(str, resumed)))
-    reasons = reasons or too_short(record["recipe"]["steps"], first)
+        reasons.append(f"resumed at step {', '.join(map(str, resumed))}")
+    reasons = reasons or too_short(run.steps, first)
     return {
         "comparable": not reasons,
         "not_comparable_because": reasons,

@@ -131,7 +131,8 @@ def test_a_start_from_an_older_checkpoint_than_planned(tmp_path):
     killed(first)
     second = begin(tmp_path, RUN, 60, "--resume", "--output", "x")
     assert len(second.steps) == 60
-    second.begin(40, start_record.start_fields(second.record, 40))
+    options = parse_arguments(["--config", "llama31_8b_bf16"])
+    second.begin(40, start_record.start_fields(RUN, options, second.record, 40))
     record_steps(second, range(40, 120))
     record = finished(second)
     assert record["resumed_at"] == [40]
