@@ -21,8 +21,7 @@ from rich.progress import track
 
 from jaxbench.base import hardware
 from jaxbench.base.errors import RecipeError
-from jaxbench.base.files import write_whole
-from jaxbench.base.terminal import check_folder, command
+from jaxbench.base.terminal import check_folder, command, write
 from jaxbench.base.versions import versions
 from jaxbench.calibrate.arguments import make_parser
 from jaxbench.cluster.timing import collective_kinds, repeated
@@ -242,6 +241,6 @@ def main(argv: Sequence[str] | None) -> int:
     planned = list(probes(sample, kernel, devices))
     took = measure(planned)
     lines = [line(p.kind, p.name, p.sizes, us) for p, us in zip(planned, took, strict=True)]
-    write_whole(args.output, table(gpu.name.lower() if gpu else "cpu", device, lines))
+    write(table(gpu.name.lower() if gpu else "cpu", device, lines), args.output)
     print(f"measured {len(lines)} kernels of {device}; for jaxbench plan --kernels {args.output}")
     return 0
