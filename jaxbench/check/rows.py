@@ -18,6 +18,7 @@ from jaxbench.cluster.jobs import environment, queue, slurm
 from jaxbench.recipe import recipes
 from jaxbench.report import command as reporting
 from jaxbench.report import formats
+from jaxbench.report.runs import Result
 
 FILE = "rows.json"
 """Jobs with their folders and nodes, by row."""
@@ -87,7 +88,7 @@ def run(row: str, nodes: Sequence[str], options: Options) -> dict[str, Any]:
         except KeyboardInterrupt:
             slurm("scancel", job)
             raise
-        return result_of(folder)
+        return formats.line(result_of(folder), "published")
     except RecipeError as error:
         return {"recipe": row, "verdict": "failed", "reason": str(error), "gpus": None,
                 "step_time_s": None, "published_s": None}  # fmt: skip
@@ -104,11 +105,11 @@ def waits(job: str) -> bool:
 def ended_well(folder: str) -> bool:
     """True if a run in this folder has a result that counts."""
     with suppress(RecipeError):
-        return bool(folder) and result_of(folder)["verdict"] in ("pass", "slow", "not comparable")
+        return bool(folder) and result_of(folder).complete
     return False
 
 
-def result_of(folder: str) -> dict[str, Any]:
-    """The line of a run's folder (`report.formats.line`)."""
+def result_of(folder: str) -> Result:
+    """The result of the run in a folder. Raises RecipeError if there is none."""
     (result,) = reporting.report([Path(folder)], None)
-    return formats.line(result, "published")
+    return result
