@@ -282,9 +282,9 @@ def show(report: Mapping[str, Any]) -> None:
             cells = ("" if value is None else f"{value:.4g}" for value in found)
             collectives.add_row(line["collective"], str(line["bytes"]), *cells)
         console().print(collectives)
-    for heading in ("faults", "remarks", "not_judged"):
-        for line in report[heading]:
-            print(f"{'not judged' if heading == 'not_judged' else heading[:-1]}: {line}")
+    for name, key in (("fault", "faults"), ("remark", "remarks"), ("not judged", "not_judged")):
+        for line in report[key]:
+            print(f"{name}: {line}")
     where = f"{counted(report['devices'], 'device')} of {counted(report['nodes'], 'node')}"
     faults = counted(len(report["faults"]), "fault") if report["faults"] else "no fault"
     print(f"check: {faults} in {where}, {report['seconds']:.0f} s")
