@@ -119,7 +119,7 @@ def trace(run: NamedRun) -> Chart | None:
     steps."""
     r, mean, (first, last) = run.result.run, run.result.mean_s, run.result.window
     times, points = r.times(run.result.window), sorted(r.steps.seconds.items())
-    if len(points) < 2 or len(times) < 2 or r.steps.invalid or mean is None:
+    if len(times) < 2 or r.steps.invalid or mean is None:
         return None
     late = outliers({n: s for n, s in points if first <= n <= last}, STEP_SPREAD)
     slow = [(n, s) for n, s in points if n in late]
