@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,12 +15,6 @@ from jaxbench.report.gpus import ecc_errors, gpus, heat_maps
 from jaxbench.report.named import NamedRun, headline, named, windows
 from jaxbench.report.runs import Result
 from jaxbench.results.verdict import SMOKE
-
-FILTERS: dict[str, Callable[..., Any]] = {
-    "figure": formats.cell,
-    "in_words": history.faster_or_slower,
-}
-"""What the report's templates use besides the common filters."""
 
 MOST_RUNS = 100
 """The most runs whose charts and records are on the page: the last ones. The table has all runs."""
@@ -39,7 +33,6 @@ def page(results: Sequence[Result], convention: str) -> str:
     scaling = [*sections.scaling(runs)]
     return render(
         "report.html",
-        FILTERS,
         title="Training benchmark report",
         runs=runs,
         shown=shown,
@@ -81,7 +74,7 @@ def history_page(rows: Sequence[history.Series], threshold: float) -> str:
     """The page of a history."""
     return render(
         "history.html",
-        FILTERS,
+        {"in_words": history.faster_or_slower},
         title="Training benchmark history",
         headline=history.headline(rows, threshold),
         rows=[(row, history.chart(row, threshold)) for row in rows],
