@@ -201,5 +201,5 @@ def waterfall(run: NamedRun) -> dict[str, Any] | None:
     full = max(sum(plan.parts.values()), plan.step_s, mean)
     rows.append(Bar("total", "forecast of the plan", 0.0, plan.step_s, SECONDS(plan.step_s)))
     rows.append(Bar("ours", "measured", 0.0, mean, SECONDS(mean)))
-    return {"run": run, "plan": plan, "rows": rows, "full": full,
+    return {"run": run, "rows": rows, "full": full,
             "ratio": mean / plan.step_s if plan.step_s else None}  # fmt: skip
