@@ -68,5 +68,5 @@ def compiles(ctx: Context) -> Iterator[Finding]:
             if kind == "attention":
                 stack.enter_context(jax.set_mesh(one))
                 stack.enter_context(attention_for_mesh())
-            text = calibrate.compiled(probe, probe.function).as_text()
+            text = calibrate.compiled(probe.function, probe.arguments).as_text()
         yield Finding(f"{kind} {name}", OK, f"compiled, {len(text.splitlines())} lines")

@@ -79,6 +79,9 @@ TINY_SAMPLE = Sample(
 Array = Callable[..., jax.ShapeDtypeStruct]
 """A function of a shape and a dtype that describes an array on one GPU."""
 
+Arguments = tuple[jax.ShapeDtypeStruct, ...]
+"""Shapes, dtypes and places of a kernel's arguments."""
+
 T = TypeVar("T")
 
 LARGEST = 2**31
@@ -95,7 +98,7 @@ class Probe:
     name: str
     sizes: Sizes
     function: Callable[..., Any]
-    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    arguments: Arguments
     baseline: Callable[..., Any] | None = None
 
 
@@ -162,11 +165,11 @@ def collectives(sample: Sample, gpus: Sequence[jax.Device]) -> Iterator[Probe]:
             yield Probe("collective", name, (n, size), on_all, (operand,))
 
 
-def compiled(probe: Probe, function: Callable[..., Any]) -> jax.stages.Compiled:
+def compiled(function: Callable[..., Any], arguments: Arguments) -> jax.stages.Compiled:
     """The program that repeats a kernel. It is compiled with the options of a training step."""
-    (platform,) = {d.platform for a in probe.arguments for d in a.sharding.device_set}
+    (platform,) = {d.platform for a in arguments for d in a.sharding.device_set}
     options: Any = flags.TUNED if platform == "gpu" else {}
-    return jax.jit(repeated(function, REPEATS)).lower(*probe.arguments).compile(options)
+    return jax.jit(repeated(function, REPEATS)).lower(*arguments).compile(options)
 
 
 def measure(every: Sequence[Probe]) -> list[float]:
@@ -175,18 +178,18 @@ def measure(every: Sequence[Probe]) -> list[float]:
     compiles."""
 
     def programs(probe: Probe) -> list[jax.stages.Compiled]:
-        return [compiled(probe, each) for each in (probe.function, probe.baseline) if each]
+        functions = filter(None, (probe.function, probe.baseline))
+        return [compiled(function, probe.arguments) for function in functions]
 
     with ThreadPoolExecutor(LANES) as pool:
         work = [pool.submit(programs, probe) for probe in every]
         compiled_programs = [done.result() for done in shown(work)]
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     nothing = (jax.ShapeDtypeStruct((1,), jnp.bfloat16, sharding=device),)
-    empty = Probe("", "", (), lambda x: x, nothing)
-    empty_loop = _microseconds(empty, compiled(empty, empty.function))
+    empty_loop = _microseconds(compiled(lambda x: x, nothing), nothing)
 
     def own(probe: Probe, programs: list[jax.stages.Compiled]) -> float:
-        took, *baseline = (_microseconds(probe, program) for program in programs)
+        took, *baseline = (_microseconds(program, probe.arguments) for program in programs)
         return max(took - (baseline[0] if baseline else empty_loop), LEAST)
 
     return [own(*pair) for pair in shown(list(zip(every, compiled_programs, strict=True)))]
@@ -198,17 +201,17 @@ def shown(items: Sequence[T]) -> Iterable[T]:
     return track(items, "measuring", console=console, disable=not console.is_terminal)
 
 
-def _microseconds(probe: Probe, program: jax.stages.Compiled) -> float:
-    keys = jax.random.split(jax.random.key(0), len(probe.arguments))
-    arguments = [
+def _microseconds(program: jax.stages.Compiled, arguments: Arguments) -> float:
+    keys = jax.random.split(jax.random.key(0), len(arguments))
+    values = [
         jax.device_put(jax.random.normal(key, a.shape, jnp.bfloat16).astype(a.dtype), a.sharding)
-        for key, a in zip(keys, probe.arguments, strict=True)
+        for key, a in zip(keys, arguments, strict=True)
     ]
-    jax.block_until_ready(program(*arguments))
+    jax.block_until_ready(program(*values))
     best, ends = float("inf"), time.perf_counter() + SECONDS
     while True:
         start = time.perf_counter()
-        jax.block_until_ready(program(*arguments))
+        jax.block_until_ready(program(*values))
         best = min(best, time.perf_counter() - start)
         if time.perf_counter() > ends:
             return best / REPEATS * 1e6
