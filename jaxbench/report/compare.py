@@ -21,7 +21,7 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.student import student
 from jaxbench.recipe.build import flat
 from jaxbench.report.gpus import gpus, slow_nodes
-from jaxbench.report.runs import Result, RunData
+from jaxbench.report.runs import Result
 
 DRAWS = 4000
 CONFIDENCE = 0.95
@@ -171,7 +171,7 @@ def differences(a: Sequence[Result], b: Sequence[Result]) -> Iterator[tuple[str,
     for name in dict.fromkeys([*left, *right]):
         if left.get(name) != right.get(name) and not JOB_VARIABLE.search(name):
             yield name, left.get(name), right.get(name)
-    yield from _telemetry(*([r.run for r in side] for side in (a, b)))
+    yield from _telemetry(a, b)
 
 
 def values_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -185,10 +185,10 @@ def values_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _telemetry(a: Sequence[RunData], b: Sequence[RunData]) -> Iterator[tuple[str, str, str]]:
+def _telemetry(a: Sequence[Result], b: Sequence[Result]) -> Iterator[tuple[str, str, str]]:
     """What telemetry says of one set of runs and not of the other: the typical clock and power, and
     slow nodes. Nothing if one of them has no telemetry."""
-    both = [[gpus(run.record) for run in side] for side in (a, b)]
+    both = [[gpus(r.run.record) for r in side] for side in (a, b)]
     every = [[gpu for run in side for gpu in run] for side in both]
     clocks = [[100 * gpu.clock for gpu in side if gpu.clock] for side in every]
     powers = [[gpu.power_w for gpu in side if gpu.power_w] for side in every]
