@@ -102,7 +102,7 @@ def timed(ctx: Context, recipe: str, program: tuple[Any, float]) -> Finding:
     run = replace(run_of(recipe), steps=WARM + TIMED + PROFILED)
     with jax.set_mesh(mesh.make_mesh(run.mesh_shape)):
         window = WARM + TIMED, run.steps
-        pause = profiling.profile_window("jax", window, ctx.folder / label(recipe), executable)
+        pause = profiling.jax_window(window, ctx.folder / label(recipe), executable)
         with sampled(ctx) as sampler:
             steps = list(run_steps(run, executable, pauses=[pause]))
     seconds = [step["step_time_s"] for step in steps[WARM : WARM + TIMED]]

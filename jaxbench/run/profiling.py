@@ -70,17 +70,16 @@ class Window:
         self.is_open = not self.is_open
 
 
-def profile_window(
-    kind: str, steps: tuple[int, int], folder: Path, program: jax.stages.Compiled | None
-) -> Window:
-    """The window in which a `jax` profile is written to `<folder>/profile/rank-<n>`, with the text
-    of the program for `jaxbench plan --profile`. For an `nsys` profile, `launch/run.sh` runs this
-    process under nsys."""
-    if kind == "nsys":
-        call = partial(_call, cuda_runtime())
-        return Window(*steps, partial(call, "cudaProfilerStart"), partial(call, "cudaProfilerStop"))
+def nsys_window(steps: tuple[int, int]) -> Window:
+    """The window that Nsight Systems records. `launch/run.sh` runs this process under nsys."""
+    call = partial(_call, cuda_runtime())
+    return Window(*steps, partial(call, "cudaProfilerStart"), partial(call, "cudaProfilerStop"))
+
+
+def jax_window(steps: tuple[int, int], folder: Path, program: jax.stages.Compiled) -> Window:
+    """The window in which JAX's profile is written to `<folder>/profile/rank-<n>`, with the text of
+    the program for `jaxbench plan --profile`."""
     trace = folder / "profile" / f"rank-{jax.process_index()}"
-    assert program is not None
     trace.mkdir(parents=True, exist_ok=True)
     write_whole(trace / PROFILED, profiled_text(program))
 

@@ -337,8 +337,12 @@ class Attempt:
     def _pauses(self, saver: Pause | None, program: Any) -> list[Pause]:
         options, pauses = self.session.options, [] if saver is None else [saver]
         if options.profile and jax.process_index() in options.profile_ranks:
-            steps, folder = options.profile_steps, self.session.folder
-            pauses.insert(0, profiling.profile_window(options.profile, steps, folder, program))
+            steps = options.profile_steps
+            if options.profile == "nsys":
+                window = profiling.nsys_window(steps)
+            else:
+                window = profiling.jax_window(steps, self.session.folder, program)
+            pauses.insert(0, window)
         return pauses
 
 

@@ -172,7 +172,7 @@ def test_a_profiler_that_does_not_start_is_one_line(tmp_path, monkeypatch):
     library = tmp_path / "cudart.so"
     subprocess.run(["cc", "-shared", "-o", library, tmp_path / "cudart.c"], check=True)
     monkeypatch.setattr(profiling, "cuda_runtime", lambda: ctypes.CDLL(library))
-    window = profiling.profile_window("nsys", (2, 4), tmp_path, None)
+    window = profiling.nsys_window((2, 4))
     with pytest.raises(RunFailed, match=r"cudaProfilerStart failed with CUDA error 999$"):
         window.act(2, None, ending=False)
 
