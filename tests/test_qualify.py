@@ -11,7 +11,7 @@ from test_check import made
 
 from jaxbench.base.errors import RecipeError
 from jaxbench.check import acceptance, qualify, rows
-from jaxbench.check.judge import BETWEEN_NODES, Finding, by_kind, node_of, rates_as_json
+from jaxbench.check.judge import BETWEEN_NODES, Finding, node_of, to_json
 
 
 def sized(**busbw):
@@ -27,9 +27,11 @@ def sized(**busbw):
 def record(folder, nodes, rates, hosts, sizes=()):
     """Writes check.json as a check of these nodes does."""
     mine = [rate for rate in rates if {*map(node_of, rate.ends)} <= {*nodes}]
-    kinds = rates_as_json(by_kind(mine))
-    report = {"rates": kinds, "hosts": {name: hosts[name] for name in nodes}, "device": "H100"}
-    report |= {"nodes": len(nodes), "devices": 8 * len(nodes), "sizes": sizes}
+    report = {
+        "rates": to_json(mine), "hosts": {name: hosts[name] for name in nodes}, "device": "H100",
+        "nodes": len(nodes), "devices": 8 * len(nodes), "sizes": sizes, "minutes": None,
+        "unknown": [], "null": False,
+    }  # fmt: skip
     folder.mkdir(parents=True)
     (folder / "check.json").write_text(json.dumps(report))
 

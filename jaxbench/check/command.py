@@ -17,15 +17,7 @@ from jaxbench.base.hardware import NULL, PLANNED, identify, is_null
 from jaxbench.base.terminal import console, live, plain_table
 from jaxbench.check import host_facts, measure
 from jaxbench.check.arguments import FILE, Options, parse_options
-from jaxbench.check.judge import (
-    Rate,
-    by_kind,
-    judge,
-    rates_as_json,
-    rates_from_json,
-    size_findings,
-    slow,
-)
+from jaxbench.check.judge import Rate, by_kind, from_json, judge, size_findings, slow, to_json
 from jaxbench.cluster import devices, ending, job, nvml
 from jaxbench.forecast import tables
 
@@ -131,10 +123,10 @@ def found_here(
     with host_facts.under_load(told.values(), facts):
         rates = measure_kinds(cluster, measure.MATMULS)
     rates += measure_kinds(cluster, measure.OTHERS)
-    first = job.gather("check first", rates_as_json(by_kind(rates)))
+    first = job.gather("check first", to_json(rates))
 
     def doubtful() -> list[str]:
-        kinds = by_kind(rate for here in first for rate in rates_from_json(here))
+        kinds = by_kind(rate for here in first for rate in from_json(here))
         return [kind for kind, some in kinds.items() if on_gpus() and slow(some)]
 
     rates += measure_kinds(cluster, job.broadcast("check again", doubtful))
@@ -147,7 +139,7 @@ def found_here(
         if job.one_of_node("check of DCGM"):
             found["diagnosis"] = host_facts.diagnosis()
     sizes = measure.by_size(cluster) if options.sizes else []
-    return found | {"rates": rates_as_json(by_kind(rates)), "sizes": sizes}
+    return found | {"rates": to_json(rates), "sizes": sizes}
 
 
 def measure_kinds(cluster: measure.Cluster, kinds: Iterable[str]) -> list[Rate]:
@@ -176,7 +168,7 @@ def make_report(
 ) -> dict[str, Any]:  # fmt: skip
     """The report, which becomes check.json, from what all processes have found."""
     device = jax.local_devices()[0].device_kind
-    rates = [rate for here in everywhere for rate in rates_from_json(here["rates"])]
+    rates = [rate for here in everywhere for rate in from_json(here["rates"])]
     middle = median(here["clock"] for here in everywhere)
     hosts: dict[str, dict[str, Any]] = {}
     for here in everywhere:
@@ -206,7 +198,7 @@ def make_report(
         "not_judged": [*unknown, *too_few(kinds, hosts, options.sizes)],
         "unknown": unknown,
         "exclude": ",".join(excluded),
-        "rates": rates_as_json(kinds),
+        "rates": to_json(rates),
         "sizes": sizes,
         "hosts": hosts,
     }

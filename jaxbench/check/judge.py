@@ -93,8 +93,8 @@ def by_kind(rates: Iterable[Rate]) -> dict[str, list[Rate]]:
     return kinds
 
 
-def rates_as_json(kinds: Mapping[str, Sequence[Rate]]) -> dict[str, dict[str, Any]]:
-    """The rates of `by_kind` for check.json. The processes of a check send each other the same."""
+def to_json(rates: Iterable[Rate]) -> dict[str, dict[str, Any]]:
+    """Rates `by_kind` for check.json. The processes of a check send each other the same."""
     return {
         kind: {
             "unit": some[0].unit,
@@ -104,12 +104,12 @@ def rates_as_json(kinds: Mapping[str, Sequence[Rate]]) -> dict[str, dict[str, An
             "distances": {" - ".join(r.ends): r.distance for r in some if r.distance},
             "noise": {" - ".join(r.ends): r.noise for r in some if r.noise is not None},
         }
-        for kind, some in kinds.items()
+        for kind, some in by_kind(rates).items()
     }
 
 
-def rates_from_json(kinds: Mapping[str, Mapping[str, Any]]) -> Iterator[Rate]:
-    """The rates that `rates_as_json` wrote."""
+def from_json(kinds: Mapping[str, Mapping[str, Any]]) -> Iterator[Rate]:
+    """The rates that `to_json` wrote."""
     for kind, entry in kinds.items():
         for ends, value in entry["values"].items():
             where, far = tuple(ends.split(" - ")), entry.get("distances", {}).get(ends, 0)

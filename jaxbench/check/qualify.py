@@ -25,14 +25,7 @@ from jaxbench.base.files import json_object, owned, write_json
 from jaxbench.base.terminal import command, console, plain_table, write
 from jaxbench.check import acceptance, rows
 from jaxbench.check.arguments import FILE as CHECKED
-from jaxbench.check.judge import (
-    Finding,
-    fall_findings,
-    judge,
-    node_of,
-    rates_from_json,
-    size_findings,
-)
+from jaxbench.check.judge import Finding, fall_findings, from_json, judge, node_of, size_findings
 from jaxbench.check.qualify_options import Options, parse_options
 from jaxbench.cluster.jobs import environment, slurm
 
@@ -235,7 +228,7 @@ def findings_of(checks: Iterable[Check]) -> list[Finding]:
     reports = [check.report for check in checks if check.report is not None]
     hosts = {node: host for report in reports for node, host in report["hosts"].items()}
     on_gpus = any(report["device"] != "cpu" for report in reports)
-    rates = [rate for report in reports for rate in rates_from_json(report["rates"])]
+    rates = [rate for report in reports for rate in from_json(report["rates"])]
     return judge(rates, hosts, comparable=on_gpus)
 
 
