@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from math import gcd
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,9 @@ from jaxbench.ops.pallas_call import (
     whole,
 )
 
-WIDTHS = 256, 128, 64
+DIVISOR = 64
+"""Numbers of features must be multiples of this, so that no tile is narrower."""
+
 LAUNCHES = Launch(8, 3), Launch(8, 4), Launch(4, 3)
 
 
@@ -60,32 +63,28 @@ def candidates(name: str, itemsize: int, width: int, depth: int) -> tuple[Sizes,
     first is the one of `FASTEST`, or the next smaller that divides."""
     best = FASTEST[name][itemsize]
     depths = (64,) if itemsize == 2 else (128, 64)
-    every = [best, *(Sizes(*sizes) for sizes in product(WIDTHS[:2], depths, LAUNCHES))]
+    every = [best, *(Sizes(*sizes) for sizes in product((256, 128), depths, LAUNCHES))]
     every = [s for s in every if s.width < 256 or s.launch.warps == 8]  # four warps spill
+    # Sizes are powers of two, so the greatest common divisor is the largest one that divides.
     return tuple(
         dict.fromkeys(
-            replace(sizes, width=at_most(sizes.width, width), depth=at_most(sizes.depth, depth))
+            replace(sizes, width=gcd(sizes.width, width), depth=gcd(sizes.depth, depth))
             for sizes in every
         )
     )
-
-
-def at_most(limit: int, size: int) -> int:
-    """The largest width up to a limit that divides a size."""
-    return next(width for width in WIDTHS if width <= limit and size % width == 0)
 
 
 def refusal(task: Task) -> str | None:
     """Why the kernels cannot multiply; None if they can."""
     if task.dtype == "fp32":
         return "computes no fp32 matmuls"
-    experts, divisor = task.cfg.experts, min(WIDTHS)
+    experts = task.cfg.experts
     assert experts is not None
     width = "model.experts.latent" if experts.latent else "model.embed"
     sizes = {"model.experts.ffn": experts.ffn, width: experts.latent or task.cfg.embed}
     for name, size in sizes.items():
-        if size % divisor:
-            return f"needs {name} = {size} to be a multiple of {divisor}"
+        if size % DIVISOR:
+            return f"needs {name} = {size} to be a multiple of {DIVISOR}"
     return None
 
 
@@ -158,7 +157,7 @@ def weights(
 ) -> Float[Array, "E D N"]:
     """`Implementation.weights`."""
     in_fp8 = x.itemsize == 1
-    tile = at_most(128, x.shape[1]), sizes.width
+    tile = gcd(128, x.shape[1]), sizes.width
     w = (groups.ends.size, x.shape[1], y.shape[1])
     cost = _cost(w, groups, (x.itemsize, y.itemsize)) | {"kind": "grouped_weights"}
     if in_fp8:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from math import gcd
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from jaxtyping import Array, Float
 
 from jaxbench.ops.grouped import xla
 from jaxbench.ops.grouped.groups import BLOCK, Groups
-from jaxbench.ops.grouped.pallas import LAUNCHES, Sizes, at_most, scale_input, scaled_sum
+from jaxbench.ops.grouped.pallas import LAUNCHES, Sizes, scale_input, scaled_sum
 from jaxbench.ops.kernel_sizes import tunable
 from jaxbench.ops.pallas_call import Inputs, Output, call, tile_at, whole
 from jaxbench.ops.quantized.block_formats import MXFP8, NVFP4, Blocks, as_bytes, dequantized
@@ -31,8 +32,8 @@ from jaxbench.ops.quantized.kernels import SPAN, Rows, multiplied
 def candidates(width: int, depth: int | None = None) -> tuple[Sizes, ...]:
     """Sizes for a matmul whose tiles divide `width` features, and whose steps divide `depth`; steps
     of whole blocks without `depth`. Nobody has timed them yet, since there was no Blackwell GPU."""
-    widths = dict.fromkeys(at_most(limit, width) for limit in (128, 64))
-    depths = dict.fromkeys(at_most(limit, depth) for limit in (128, 64)) if depth else (BLOCK,)
+    widths = dict.fromkeys(gcd(limit, width) for limit in (128, 64))
+    depths = dict.fromkeys(gcd(limit, depth) for limit in (128, 64)) if depth else (BLOCK,)
     return tuple(Sizes(*sizes) for sizes in product(widths, depths, LAUNCHES))
 
 
@@ -87,7 +88,7 @@ def of_weight(
 ) -> Float[Array, "E D O"]:
     """`Matmuls.of_weight` by a kernel."""
     w = groups.ends.size, first.values.shape[1], last.values.shape[1]
-    tile = at_most(128, w[1]), sizes.width
+    tile = gcd(128, w[1]), sizes.width
     operands = {
         **_operand("a", first, (tile[0],), lambda o, d, e: (d, 0)),
         **_operand("b", last, (tile[1],), lambda o, d, e: (o, 0)),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
-from math import prod
+from math import gcd, prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,8 +100,7 @@ class _Tiles:
         self.experts, self.tokens, self.features = x.shape
         if rows:
             self.experts, self.tokens = rows.experts, rows.filled.size // rows.experts * SPAN
-        self.t = _largest(self.tokens, SPAN)
-        self.f = _largest(self.features, sizes.features)
+        self.t, self.f = gcd(SPAN, self.tokens), gcd(sizes.features, self.features)
         self.grid = self.experts, self.tokens // self.t, self.features // self.f
         self.inputs: Any = {"x": (x, self.rows(1, x.dtype).block)}
         self.share = 1.0
@@ -276,11 +275,6 @@ def _turned(r: SimpleNamespace, x: Array) -> Array:
         return x
     turned = product(x.reshape(-1, hadamard.SIZE), r.h[...])
     return turned.astype(x.dtype).reshape(x.shape)
-
-
-def _largest(size: int, most: int) -> int:
-    """The largest power of two that divides `size`, but at most `most`."""
-    return min(size & -size, most)
 
 
 @jax_internals.block_scaled_product
