@@ -340,9 +340,7 @@ def test_kernels_of_block_scaled_products(dtype):
         weights = block_scaled.quantize_weight(w, amax, precision, experts=True)
         both, results, transposed = [], [], []
         for a, side in ((x, "first"), (y, "last")):
-            both.append(
-                block_scaled.quantize_activation(a[None], precision, scaled.rows(side, groups))
-            )
+            both.append(plain.quantize(a[None], precision, side))
             values, of_rows = (blocks.unpacked(of) for blocks in both[-1])
             results.append(plain.by_weight(values, weights[side].unpacked(of), side))
             transposed.append(of_rows)
@@ -352,7 +350,7 @@ def test_kernels_of_block_scaled_products(dtype):
     def by_kernels(x, y, weights):
         both, results, transposed = [], [], []
         for a, side in ((x, "first"), (y, "last")):
-            rows = scaled.rows(side, groups)
+            _, rows = scaled.Kernels(groups).rows(a, side)
             both.append(
                 kernels.quantize_mxfp8(a[None], rows)
                 if dtype == "mxfp8"
@@ -414,9 +412,7 @@ def test_tensor_cores_multiply_by_scales_of_blocks(dtype, tmp_path):
         weights = block_scaled.quantize_weight(w, jnp.max(w).astype(jnp.float32), precision, True)
         of_rows, results = [], []
         for rows, side in ((x, "first"), (y, "last")):
-            both = block_scaled.quantize_activation(
-                rows[None], precision, scaled.rows(side, groups)
-            )
+            both = scaled.Kernels(groups).quantize(rows[None], precision, side)
             values, transposed = (blocks.unpacked(of) for blocks in both)
             of_rows.append(transposed)
             weight = weights[side].unpacked(of)

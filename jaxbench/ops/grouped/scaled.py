@@ -37,14 +37,6 @@ def candidates(width: int, depth: int | None = None) -> tuple[Sizes, ...]:
     return tuple(Sizes(*sizes) for sizes in product(widths, depths, LAUNCHES))
 
 
-def rows(side: str, groups: Groups) -> Rows:
-    """The rows of an activation that are quantized. Arriving rows are gathered into the permuted
-    order."""
-    filled = (groups.group < groups.ends.size).astype(jnp.int32)
-    index = groups.source if side == "first" else None
-    return Rows(index, jnp.repeat(filled, BLOCK // SPAN), groups.multiplied)
-
-
 @tunable(lambda x, w, *_: candidates(*w.values.shape[1:]))
 def by_weight(
     x: Blocks,
@@ -203,7 +195,11 @@ class Kernels(Matmuls):
     groups: Groups
 
     def rows(self, x: Array, side: str) -> tuple[Array, Rows]:
-        return x, rows(side, self.groups)
+        """Arriving rows are gathered into the permuted order."""
+        groups = self.groups
+        filled = (groups.group < groups.ends.size).astype(jnp.int32)
+        index = groups.source if side == "first" else None
+        return x, Rows(index, jnp.repeat(filled, BLOCK // SPAN), groups.multiplied)
 
     def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
         y = by_weight(rows, w, side, self.groups)
