@@ -74,5 +74,5 @@ def choose_kernels(execution: Execution, task: Task) -> Kernels:
     return Kernels(
         attention=attention.choose(execution, task),
         ssd=ssd.choose(execution, task) if task.cfg.mamba else "xla",
-        grouped_matmul=grouped.choose(execution, task) if task.cfg.experts else "xla",
+        grouped_matmul=grouped.choose(execution, task) if task.cfg.dropless else "xla",
     )

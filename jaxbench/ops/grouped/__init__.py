@@ -95,14 +95,12 @@ IMPLEMENTATIONS = {
 
 
 def choose(execution: Execution, task: Task) -> str:
-    """The name of the implementation that multiplies by a model's dropless experts. Without such
-    experts it is the first candidate. Raises RecipeError if the requested implementation cannot do
-    it, or with `auto` if none can."""
+    """The name of the implementation that multiplies by a model's dropless experts. Raises
+    RecipeError if the requested implementation cannot do it, or with `auto` if none can."""
     experts = task.cfg.experts
+    assert experts is not None
 
     def refusal(name: str) -> str | None:
-        if experts is None or not experts.dropless:
-            return None
         needed = "own" if name == "batched" else "shared"
         if experts.slots != needed:
             return f"needs model.experts.slots = {needed}"
