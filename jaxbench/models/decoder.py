@@ -175,8 +175,6 @@ class Decoder(nnx.Module):
                 cfg, self.embedding, head, hidden, value, batch, predict_block
             )
             all_figures += further
-        if cfg.experts is None:
-            return value, {}
         return routing.with_balance_loss(value, all_figures, cfg.balance_loss)
 
     def run_segment(
