@@ -32,11 +32,11 @@ programs from start to start."""
 
 def cases(run: Run) -> dict[str, Case]:
     """The kernels with candidates that a run's program calls, by name; and those that JAX removes
-    again, because it uses only a part of what they compute."""
+    again, because it uses only a part of what they compute (`jax_internals.if_used`)."""
     choices = Choices()
     with using(choices), attention_for_mesh(), ignoring_pallas_deprecation():
         make_program(run).trace(abstract_state(run))
-    return {name: case for name, case in choices.asked.items() if len(case.candidates) > 1}
+    return choices.asked
 
 
 def using_sizes(
