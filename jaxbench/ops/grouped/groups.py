@@ -1,8 +1,7 @@
 """The order of rows by group, and what else all implementations share. The order is a pair of index
 maps, computed from counts alone, without a sort."""
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -18,11 +17,7 @@ NONE = 2**31 - 1
 """Index of a row of padding. It lies beyond every array, so gathers fill in zeros."""
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("row", "place", "group", "ends"),
-    meta_fields=("expected", "uses"),
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Groups:
     """Which rows belong to which group.
@@ -40,8 +35,8 @@ class Groups:
     place: Any
     group: Any
     ends: Any
-    expected: int
-    uses: int = 1
+    expected: int = field(metadata={"static": True})
+    uses: int = field(default=1, metadata={"static": True})
 
     @property
     def source(self) -> Int[Array, " R"]:

@@ -6,7 +6,7 @@ element once. XLA would read it twice for each matmul: for the amax of a block a
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import compress
 from math import gcd, prod
@@ -60,10 +60,7 @@ CANDIDATES = tuple(
 """The first was not chosen by measurement: no GPU has timed these kernels."""
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["index", "filled"], meta_fields=["expected", "experts"],
-)  # fmt: skip
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
     """The rows of a quantized activation `[1, T, F]`.
@@ -77,8 +74,8 @@ class Rows:
 
     index: Int[Array, " T"] | None
     filled: Int[Array, " spans"]
-    expected: int
-    experts: int = 1
+    expected: int = field(metadata={"static": True})
+    experts: int = field(default=1, metadata={"static": True})
 
     def in_order(self, count: int) -> "Rows":
         """Rows with these shapes that are all filled, from an activation of `count` rows. They
