@@ -135,8 +135,7 @@ def _of_weight(r: SimpleNamespace, *, step: Callable) -> None:
 def _step(x: Blocks, depth: int) -> Callable[[Any], tuple[Any, Any]]:
     """Returns a function that maps a step of the sum to its spans of values, as they are in memory,
     and of scales."""
-    four = jnp.finfo(x.values.dtype).bits == 4
-    of, packed = (NVFP4, 2) if four else (MXFP8, 1)
+    of, packed = (NVFP4, 2) if x.format == "nvfp4" else (MXFP8, 1)
     spans = depth // packed, depth // of.size
     return lambda i: (pl.ds(i * spans[0], spans[0]), pl.ds(i * spans[1], spans[1]))
 
@@ -146,7 +145,7 @@ def _operand(name: str, x: Blocks, rows: tuple[int, ...], index: Callable) -> In
     rows, summed]`, with blocks of the given `rows`. 4-bit values are bytes that hold pairs, and
     e8m0 scales are bytes."""
     values, scales = x.values, x.scales
-    if values.dtype == NVFP4.values:
+    if x.format == "nvfp4":
         values = as_bytes(values)
     else:
         scales = as_bytes(scales)
@@ -177,7 +176,7 @@ def _cost(
         "flops": 2 * rows * m * k,
         "sizes": (count, -(-rows // count), m, k),
         "touched": touched | {name: rows * size for name, size in (of_row or {}).items()},
-        "blocks": "f4e2m1fn" if x.values.dtype == NVFP4.values else "f8e4m3fn",
+        "blocks": "f4e2m1fn" if x.format == "nvfp4" else "f8e4m3fn",
     }
 
 

@@ -45,15 +45,12 @@ class Blocks:
     def packed(self) -> "Blocks":
         """The tensor as bytes, which every collective and slice can move. Pairs of 4-bit values
         along the last dimension share a byte."""
-        four = jnp.finfo(self.values.dtype).bits == 4
-        return Blocks(
-            (_pairs if four else as_bytes)(self.values), as_bytes(self.scales), self.inverse
-        )
+        values = (_pairs if self.format == "nvfp4" else as_bytes)(self.values)
+        return Blocks(values, as_bytes(self.scales), self.inverse)
 
     def unpacked(self, of: "Format") -> "Blocks":
         """The inverse of `packed`."""
-        four = jnp.finfo(of.values).bits == 4
-        values = _unpaired(self.values) if four else _as(self.values, of.values)
+        values = _unpaired(self.values) if of is NVFP4 else _as(self.values, of.values)
         return Blocks(values, _as(self.scales, of.scales), self.inverse)
 
 

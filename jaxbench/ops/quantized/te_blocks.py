@@ -107,10 +107,10 @@ class TeMatmuls(Matmuls):
         return tuple(_packed(result) for result in compress(both, wanted))
 
     def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
-        if w.values.dtype == NVFP4.values:
+        if w.format == "nvfp4":
             return _multiply(rows.map(_matrix), operand(w, side).map(_matrix), (1, 1))
         return _multiply(rows.map(_matrix), w, (1, 0 if side == "first" else 1))
 
     def of_weight(self, first: Blocks, last: Blocks) -> Array:
-        contracted = 1 if first.values.dtype == NVFP4.values else 0
+        contracted = 1 if first.format == "nvfp4" else 0
         return _multiply(first.map(_matrix), last.map(_matrix), (contracted, contracted))
