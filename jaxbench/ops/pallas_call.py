@@ -57,6 +57,11 @@ class Output:
     block: pl.BlockSpec
     into: str | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return jnp.dtype(self.dtype).itemsize * prod(self.shape)
+
 
 def call(
     kernel: Callable[[Any], None],
@@ -83,7 +88,8 @@ def call(
     """
     arrays, in_specs = zip(*inputs.values(), strict=True)
     names, like = [*inputs, *outputs], arrays[0]
-    moved = dict(zip(names, map(_bytes, [*arrays, *outputs.values()]), strict=True))
+    moved = {name: array.nbytes for name, (array, _) in inputs.items()}
+    moved |= {name: output.nbytes for name, output in outputs.items()}
     moved |= {o.into: 0 for o in outputs.values() if o.into} | dict(touched or {})
     cost = {"kind": kind or name, "flops": str(flops), "sizes": json.dumps(sizes)}
     cost |= {"moved": str(sum(moved.values())), "dtype": blocks or HLO_DTYPES[like.dtype.name]}
@@ -122,10 +128,6 @@ def _shape(output: Output, like: Array) -> jax.ShapeDtypeStruct:
         {"vma": kind.vma} if hasattr(kind, "vma") else {"manual_axis_type": kind.manual_axis_type}
     )
     return jax.ShapeDtypeStruct(output.shape, output.dtype, **varying)
-
-
-def _bytes(array: Array | Output) -> int:
-    return jnp.dtype(array.dtype).itemsize * prod(array.shape)
 
 
 @contextmanager

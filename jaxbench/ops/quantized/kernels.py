@@ -114,10 +114,8 @@ class _Tiles:
 
     def touched(self, outputs: dict[str, Output]) -> dict[str, int]:
         """Bytes of the arrays, reduced to the share of the expected rows."""
-        read = self.tokens * self.features * self.inputs["x"][0].dtype.itemsize
-        sizes = {"x": self.experts * read}
-        sizes |= {name: prod(o.shape) * jnp.dtype(o.dtype).itemsize for name, o in outputs.items()}
-        return {name: round(self.share * size) for name, size in sizes.items()}
+        arrays = {"x": self.rows(1, self.inputs["x"][0].dtype), **outputs}
+        return {name: round(self.share * array.nbytes) for name, array in arrays.items()}
 
     def rows(self, divisor: int, dtype: Any) -> Output:
         shape = self.experts, self.tokens, self.features // divisor
