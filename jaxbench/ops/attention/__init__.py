@@ -18,7 +18,6 @@ from jaxbench.base.hardware import Capability
 from jaxbench.ops import implementations
 from jaxbench.ops.attention import cudnn, plain
 from jaxbench.ops.implementations import AMPERE, Task
-from jaxbench.recipe.mixers import AnyAttentionConfig
 from jaxbench.recipe.settings import Execution
 
 
@@ -31,16 +30,16 @@ class Implementation:
     kernel for GPUs needs the compute capability `least` or later; one for everything has None.
 
     `calls` are the custom calls that a compiled step must contain; a kernel without any compiles to
-    plain matmuls. `refusal` returns why the kernel cannot compute a model at a sequence length on
-    GPUs of a compute capability, or None. A remat policy saves the results of `saved_primitive` as
-    `attention`. If it is None, `call` itself names the results by `checkpoint_name`.
+    plain matmuls. `refusal` returns why the kernel cannot compute a model, or None. A remat policy
+    saves the results of `saved_primitive` as `attention`. If it is None, `call` itself names the
+    results by `checkpoint_name`.
     """
 
     call: Callable[..., jax.Array]
     least: Capability | None = None
     fp32: bool = True
     calls: tuple[str, ...] = ()
-    refusal: Callable[[AnyAttentionConfig, int, Capability | None], str | None] = lambda *_: None
+    refusal: Callable[[Task], str | None] = lambda task: None
     saved_primitive: str | None = None
 
 
@@ -73,8 +72,7 @@ def choose(execution: Execution, task: Task) -> str:
         return implementations.not_on(kernel.least, task) or refused
 
     chosen = implementations.choose("attention", execution.attention, IMPLEMENTATIONS, mismatch)
-    mixer, refusal = task.cfg.attention_mixer, IMPLEMENTATIONS[chosen].refusal
-    if mixer and (refused := refusal(mixer, task.length, task.capability)):
+    if task.cfg.attention_mixer and (refused := IMPLEMENTATIONS[chosen].refusal(task)):
         raise RecipeError(f"{refused}; use execution.attention=xla")
     return chosen
 

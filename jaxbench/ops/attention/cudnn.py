@@ -8,14 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxbench import mesh
-from jaxbench.base.hardware import Capability
 from jaxbench.jax_internals import (
     cudnn_attention,
     cudnn_attention_backward,
     cudnn_attention_forward,
 )
-from jaxbench.ops.implementations import latency_hint
-from jaxbench.recipe.mixers import AnyAttentionConfig
+from jaxbench.ops.implementations import Task, latency_hint
 
 FORWARD_PRIMITIVE = "dot_product_attention_fwd_wrapper"
 """JAX's primitive of the forward kernel. Its results are the attention output and the softmax
@@ -133,8 +131,10 @@ def gradient_of_sinks(
     return -jnp.sum(weight * products, axis=(0, 1))
 
 
-def refusal(cfg: AnyAttentionConfig, length: int, capability: Capability | None) -> str | None:
-    """Why the kernels cannot compute an attention mixer; None if they can."""
+def refusal(task: Task) -> str | None:
+    """Why the kernels cannot compute the attention of a model; None if they can."""
+    cfg, capability = task.cfg.attention_mixer, task.capability
+    assert cfg is not None
     most = HEAD_DIMS.get(capability[0], 128) if capability else max(HEAD_DIMS.values())
     on = f" on compute capability {capability[0]}.{capability[1]}" if capability else ""
     for width in cfg.score_widths:
@@ -146,6 +146,6 @@ def refusal(cfg: AnyAttentionConfig, length: int, capability: Capability | None)
     if capability and capability < (9, 0) and len(set(cfg.score_widths)) > 1:
         widths = " and ".join(map(str, cfg.score_widths))
         return f"keys and values of {widths} features: cuDNN attention takes one width{on}"
-    if length % 2:
-        return f"batch.sequence_length = {length}: cuDNN attention takes even lengths"
+    if task.length % 2:
+        return f"batch.sequence_length = {task.length}: cuDNN attention takes even lengths"
     return None

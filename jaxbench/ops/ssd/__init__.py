@@ -22,7 +22,6 @@ from jaxbench.ops import implementations
 from jaxbench.ops.implementations import HOPPER, Task, lazy
 from jaxbench.ops.ssd import xla
 from jaxbench.ops.ssd.parts import Dims, Parameters
-from jaxbench.recipe.mixers import MambaConfig
 from jaxbench.recipe.settings import Execution
 
 __all__ = ["IMPLEMENTATIONS", "Dims", "Implementation", "Parameters", "choose", "refusal"]
@@ -34,13 +33,13 @@ class Implementation:
 
     `mixer` maps the input projection of a device's groups to the input of the output projection.
     `least` is the least compute capability of GPUs on which it runs (None: it runs everywhere).
-    `refusal` returns why it cannot compute a model in a dtype with sequences of a length, or None.
-    `calls` are the custom calls that a compiled step must contain.
+    `refusal` returns what it cannot compute, or None. `calls` are the custom calls that a compiled
+    step must contain.
     """
 
     mixer: Callable[[Dims, Float[Array, "B S G I"], Parameters], Float[Array, "B S G F"]]
     least: Capability | None = None
-    refusal: Callable[[MambaConfig, str, int], str | None] = lambda mamba, dtype, length: None
+    refusal: Callable[[Task], str | None] = lambda task: None
     calls: tuple[str, ...] = ()
 
 
@@ -67,8 +66,7 @@ def choose(execution: Execution, task: Task) -> str:
 def refusal(name: str, task: Task) -> str | None:
     """Why an implementation cannot compute a model's mixers; None if it can."""
     implementation = IMPLEMENTATIONS[name]
-    assert task.cfg.mamba
     if reason := implementations.not_on(implementation.least, task):
         return reason
-    refused = implementation.refusal(task.cfg.mamba, task.dtype, task.length)
+    refused = implementation.refusal(task)
     return refused and f"cannot compute {refused}"

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxbench.base.scopes import SCAN
+from jaxbench.ops.implementations import Task
 from jaxbench.ops.ssd.pallas.conv import conv_silu
 from jaxbench.ops.ssd.pallas.gate import gate_norm
 from jaxbench.ops.ssd.pallas.scan import scan
 from jaxbench.ops.ssd.pallas.tiles import Tuning, tuning_of_mesh
 from jaxbench.ops.ssd.parts import Dims, Parameters
-from jaxbench.recipe.mixers import MambaConfig
 
 __all__ = ["Tuning", "mixer", "refusal"]
 
@@ -28,9 +28,10 @@ state (head_dim x state). A larger state would not fit a program's registers and
 shared memory (213 of 227 KiB)."""
 
 
-def refusal(mamba: MambaConfig, dtype: str, length: int) -> str | None:
-    """Why the kernels cannot compute mixers in a dtype, over sequences of `length` tokens; None if
-    they can."""
+def refusal(task: Task) -> str | None:
+    """What the kernels cannot compute; None if they can."""
+    mamba = task.cfg.mamba
+    assert mamba is not None
     for name in ("head_dim", "state"):
         size = getattr(mamba, name)
         if size < LEAST or not _power_of_two(size):
@@ -39,10 +40,10 @@ def refusal(mamba: MambaConfig, dtype: str, length: int) -> str | None:
         return f"model.mamba: {mamba.inner} features per group, not a power of two"
     if (elements := mamba.head_dim * mamba.state) > MOST:
         return f"model.mamba: head_dim x state = {elements}, more than {MOST}"
-    if dtype == "fp32":
+    if task.dtype == "fp32":
         return "precision.dtype = fp32, which takes twice a program's shared memory"
-    if length % (chunk := Tuning().chunk):
-        return f"{length} tokens per sequence, not a multiple of {chunk}"
+    if task.length % (chunk := Tuning().chunk):
+        return f"{task.length} tokens per sequence, not a multiple of {chunk}"
     return None
 
 
