@@ -162,11 +162,13 @@ class Embedding(nnx.Module):
         )
 
     def __call__(self, tokens: Int[Array, "B S"], dtype) -> Hidden:
-        positions = () if self.positions is None else (self.positions[...],)
-        return look_up(self.table[...], tokens, dtype, *positions)
+        positions = None if self.positions is None else self.positions[...]
+        return look_up(self.table[...], tokens, dtype, positions)
 
 
-def look_up(table: jax.Array, tokens: jax.Array, dtype, *positions: jax.Array) -> jax.Array:
+def look_up(
+    table: jax.Array, tokens: jax.Array, dtype, positions: jax.Array | None = None
+) -> jax.Array:
     """The rows of `table` (`"vocab embed"`) for `tokens` (`"batch seq"`), plus the first rows of
     `positions` (`"position embed"`) if given, as `"batch shard_seq embed"` of `dtype`.
 
@@ -178,13 +180,13 @@ def look_up(table: jax.Array, tokens: jax.Array, dtype, *positions: jax.Array) -
     seq, shard_seq = (mesh.axes(dim) for dim in ("seq", "shard_seq"))
     batch = mesh.used(*(axis for axis in mesh.TABLE_EMBED if axis in mesh.SEQUENCES))
 
-    def local(table, tokens, *positions):
+    def local(table, tokens, positions):
         for dim, axes in ((0, batch), (1, seq)):
             if axes:
                 tokens = jax.lax.all_gather(tokens, axes, axis=dim, tiled=True)
         x = table[tokens]
-        for vectors in positions:
-            x += vectors[: tokens.shape[1]]
+        if positions is not None:
+            x += positions[: tokens.shape[1]]
         x = x.astype(dtype)
         for dim, axes in ((1, shard_seq), (0, batch)):
             if axes:
@@ -192,7 +194,7 @@ def look_up(table: jax.Array, tokens: jax.Array, dtype, *positions: jax.Array) -
         return x
 
     out = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
-    return mesh.on_each_device(local, out)(table, tokens, *positions)
+    return mesh.on_each_device(local, out)(table, tokens, positions)
 
 
 def rotary_tables(cfg: AnyAttentionConfig, length: int) -> Rotary | None:

@@ -99,19 +99,18 @@ def attend(
     """
     context = mesh.axes("seq")
 
-    def local(q, k, v, *sinks):
+    def local(q, k, v, sinks):
         if context:
             ranks = jax.lax.axis_size(context)
             copies = ranks // math.gcd(ranks, k.shape[2])
             k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k, v))
             q, k, v = (jax.lax.all_to_all(x, context, 2, 1, tiled=True) for x in (q, k, v))
-        sinks = [_own_heads(s, q.shape[2]) for s in sinks]
-        out = IMPLEMENTATIONS[kernel].call(q, k, v, scale, window, *sinks)
+        sinks = None if sinks is None else _own_heads(sinks, q.shape[2])
+        out = IMPLEMENTATIONS[kernel].call(q, k, v, scale, window, sinks)
         return jax.lax.all_to_all(out, context, 1, 2, tiled=True) if context else out
 
     heads = mesh.spec("batch seq heads head_dim", mesh.ACTIVATION)
-    extra = () if sinks is None else (sinks,)
-    return mesh.on_each_device(local, heads)(query, key, value, *extra)
+    return mesh.on_each_device(local, heads)(query, key, value, sinks)
 
 
 def _own_heads(sinks: jax.Array, count: int) -> jax.Array:
