@@ -30,7 +30,7 @@ from jaxbench.ops import implementations, quantized
 from jaxbench.ops.grouped import xla
 from jaxbench.ops.grouped.groups import BLOCK, NONE, Groups, Scales, equal_groups, group
 from jaxbench.ops.implementations import HOPPER, Task, lazy
-from jaxbench.recipe.settings import BLOCKS, Execution
+from jaxbench.recipe.settings import Execution
 
 __all__ = [
     "BLOCK", "IMPLEMENTATIONS", "NONE", "Groups", "Implementation", "biased", "choose",
@@ -199,7 +199,7 @@ def _dot(grouped: _GroupedMatmul, x: Array, w: Weight, groups: Groups) -> Array:
     inputs, outputs = ("AD", f"R{dims[2:]}") if grouped.into else (f"R{dims[2:]}", "AD")
     equation, spec = f"{inputs},{dims}->{outputs}", _spec(grouped, x, w.weight)
     named = equation, spec, mesh.cotangent_spec(x), w.name
-    if w.precision.dtype in BLOCKS:
+    if quantized.is_block_scaled(w):
         by = IMPLEMENTATIONS[grouped.implementation].block_matmuls(groups)
         return quantized.dot_blocks(quantized.Matmul(*named), x, w, by)
     return quantized.xla.dot(_Fp8Matmul(*named, grouped, groups), x, w)
