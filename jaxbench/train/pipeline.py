@@ -108,7 +108,6 @@ class _Pipeline:
         rank = Rank(
             run=self.run,
             stages=self.stages,
-            policy=segment.policy,
             ends=Ends(
                 cfg=self.run.model,
                 dtype=weights.dtype,
@@ -124,7 +123,6 @@ class _Pipeline:
                 jax.tree.unflatten(structure, map(self.stages.gather_layers, stacked, dims))
             ),
             scaled=self._of_chunk(self._bring_scaled(scaled[self.staged]) if scaled else None),
-            ctx=ctx,
             first_sequences=first_sequences,
         )
         carry = rank.run_schedule()

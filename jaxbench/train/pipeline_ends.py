@@ -56,9 +56,10 @@ class EndWeights(NamedTuple):
 class Ends:
     """The computation outside the stages, for this rank's microbatches.
 
-    `before_scaled` and `behind_scaled` have an entry for each block of the `weights`, None in bf16.
-    `prediction_bf16` are the mixers of the block of multi-token prediction, by position, whose
-    matmuls stay in bf16. The arrays of `batch` are `[groups, ..]`.
+    The stages have the same `ctx` and `policy`. `before_scaled` and `behind_scaled` have an entry
+    for each block of the `weights`, None in bf16. `prediction_bf16` are the mixers of the block of
+    multi-token prediction, by position, whose matmuls stay in bf16. The arrays of `batch` are
+    `[groups, ..]`.
     """
 
     cfg: ModelConfig

@@ -93,11 +93,9 @@ class Rank:
 
     run: Run
     stages: Stages
-    policy: Policy
     ends: Ends
     blocks: list[Any]
     scaled: list[quantized.Scaled | None]
-    ctx: Context
     first_sequences: jax.Array
 
     def run_schedule(self) -> Carry:
@@ -317,12 +315,13 @@ class Rank:
         observed = [None if scaled is None else scaled.observed for scaled in all_scaled]
         group, rank = jnp.divmod(microbatch, self.stages.ranks)
         here = self.stages.first_layer(chunk, jax.lax.axis_index(mesh.PIPELINE))
-        ctx = self.ctx.with_counters(sequence=self.first_sequences[rank, group], layer=here)
+        sequence = self.first_sequences[rank, group]
+        ctx = self.ends.ctx.with_counters(sequence=sequence, layer=here)
         return list(zip(blocks, observed, strict=True)), all_scaled, ctx
 
     def _vjp(self, x: jax.Array, *, chunk: Any, microbatch: Any) -> tuple[Any, Any, Any]:
         """((hidden state, sum of balance losses), VJP, routing figures) of a model chunk."""
-        function = partial(_compute, policy=self.policy)
+        function = partial(_compute, policy=self.ends.policy)
         return jax.vjp(function, *self._arguments(chunk, microbatch), x, has_aux=True)
 
 
