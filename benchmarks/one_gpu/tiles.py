@@ -70,9 +70,9 @@ def multiply(
 ) -> jax.Array:
     """One of the three matmuls."""
     groups = group(counts, len(x), len(x))
-    scale = jnp.ones(1) if x.itemsize == 1 else None
+    scales = 2 * (jnp.ones(()),) if x.itemsize == 1 else None
     operands = {"to_permuted": (x, w), "from_permuted": (y, w), "weights": (x, y)}[name]
-    return getattr(pallas, name)(*operands, groups, scale, sizes=sizes)
+    return getattr(pallas, name)(*operands, groups, scales, sizes=sizes)
 
 
 def lowered(on: Any, shape: Shape, dtype: Any, name: str, sizes: Sizes) -> Any:
