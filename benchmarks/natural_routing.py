@@ -107,13 +107,12 @@ def planned_run(case: Case, skew: float) -> tuple[Run, float, float]:
         overrides = recipes.parse_overrides([*case.settings, *settings])
         return recipes.resolve(recipe, case.gpus, overrides=overrides)
 
-    if not skew:
-        return run(), 1.0, 0.0
-    skewed = "model.experts.routing=skewed", f"model.experts.skew={skew}"
     balanced = run()
+    if not skew:
+        return balanced, 1.0, 0.0
+    skewed = "model.experts.routing=skewed", f"model.experts.skew={skew}"
     cfg, p = balanced.model.experts, balanced.parallelism
-    ranks = p.expert * p.tensor
-    tokens = balanced.microbatch * balanced.batch.sequence_length // (p.context * p.tensor)
+    ranks, tokens = p.expert * p.tensor, int(balanced.device_tokens)
     of_row = cfg.rank_slots(tokens, ranks) * ranks / (cfg.top_k * tokens)
     cfg = replace(cfg, routing="skewed", skew=skew)
     share, loads = busiest_share(cfg, ranks), loads_of_ranks(cfg, ranks)

@@ -6,12 +6,11 @@ set -euo pipefail
 root=$(CDPATH= cd -- "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ -z "${JAXBENCH_SYSTEM:-}" ] || . "$root/launch/env/$JAXBENCH_SYSTEM.sh"
 
-venv=${JAXBENCH_VENV:-$root/.venv}
 python=python3
 if [ -n "${JAXBENCH_VENV:-}" ]; then
-  python=$venv/bin/python
-elif [ -z "${RUN_CONF_IMAGE:-}" ] && [ -x "$venv/bin/python" ]; then # an image has packages of its own
-  python=$venv/bin/python
+  python=$JAXBENCH_VENV/bin/python
+elif [ -z "${RUN_CONF_IMAGE:-}" ] && [ -x "$root/.venv/bin/python" ]; then # an image has packages of its own
+  python=$root/.venv/bin/python
 fi
 # Use only packages of the environment: none from PYTHONPATH, from the working directory, or from the user's home.
 unset "${!PYTHON@}"

@@ -206,13 +206,13 @@ def make_job(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
         "JAXBENCH_CHECK": check, "JAXBENCH_EXCLUDE_SLOW": str(args.exclude_slow).lower(),
         "JAXBENCH_CHECK_OPTIONS": f"--{'cpu' if args.cpu else 'local'}-devices {local}",
     }  # fmt: skip
-    needed = [ROOT, stage, path, *filter(None, [options.get("restore")])]
+    needed = [ROOT, stage, path, options.get("restore")]
     if venv:
-        settings["JAXBENCH_VENV"] = str(Path(venv).absolute())
-        # Otherwise it is one of the image.
-        needed += [Path(venv).absolute()] if Path(venv).exists() else []
+        folder = Path(venv).absolute()
+        settings["JAXBENCH_VENV"] = str(folder)
+        needed.append(folder if folder.exists() else None)  # else it is one of the image
     if image:
-        settings |= sbatch.container(image, needed)
+        settings |= sbatch.container(image, filter(None, needed))
     slurm: sbatch.Options = {
         "job-name": name, "nodes": str(on.nodes), "ntasks-per-node": str(on.processes_per_node),
         "output": f"{results}/slurm-%j.out", "open-mode": "append",

@@ -184,7 +184,7 @@ def _points(group: Sequence[Result], threshold: float) -> Iterator[Point]:
     number = 0
     for r in group:
         point = Point(result=r)
-        if r.complete:
+        if r.counted_s:
             if previous is not None and number in changes:
                 different = (*differences([previous], [r]),)
                 point = Point(result=r, change=changes[number], differences=different)
