@@ -115,7 +115,10 @@ def check_restored(broken, folder):
 
 def test_a_slow_gpu_slows_all_ranks_and_is_named(tmp_path):
     """Its process waits for its kernels as long as the other one for the collective behind them, so
-    only what it does alone shows it."""
+    only what it does alone shows it.
+
+    Had only one of them waited for the slow kernels, the waits would differ as the steps do.
+    """
     commands = null_gpus.start_two(
         *null_gpus.tiny("llama31_8b_bf16", steps=40), folder=tmp_path,
         **null_gpus.environment(1, fault="slow:rank=1", arm=tmp_path / "arm", kernel_us=1000),
@@ -126,9 +129,10 @@ def test_a_slow_gpu_slows_all_ranks_and_is_named(tmp_path):
     for command in commands:
         assert command.wait().status == 0, command.text
     seconds = [step["step_time_s"] for step in commands[0].steps]
-    assert median(seconds[begun + 3 :]) > 1.5 * median(seconds[2:begun])
+    slower = median(seconds[begun + 3 :]) / median(seconds[2:begun])
+    assert slower > 1.5
     other, slow = (rank["wait_s"] for rank in commands[0].record["ranks"])
-    assert slow == pytest.approx(other, rel=0.1)
+    assert max(other, slow) / min(other, slow) < 1 + (slower - 1) / 2
     (why,) = slow_nodes(gpus(commands[0].record)).values()
     assert re.fullmatch(r"rank 1 on \S+, GPU 0: [\d.]+ times the typical GPU's time", why)
 
