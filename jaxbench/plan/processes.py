@@ -157,6 +157,8 @@ def _reason(process: subprocess.CompletedProcess[str]) -> str:
     code = process.returncode
     if code < 0:
         return f"killed by signal {-code}, perhaps because memory ran out"
+    if code == 0:
+        return "the source, the packages or XLA_FLAGS changed while it was planned"
     lines = [line for line in process.stderr.splitlines() if line.strip()]
     errors = [line for line in lines if ERROR.match(line)]
     return [f"exit status {code}", *lines[-1:], *errors[-1:]][-1].removeprefix("error: ")

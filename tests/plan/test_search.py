@@ -503,3 +503,6 @@ def test_the_line_that_says_why_a_process_failed():
     assert reason(1, trace) == "jax.errors.JaxRuntimeError: INTERNAL: no"
     assert reason(3, "") == "exit status 3"
     assert "signal 9" in reason(-9, "")
+    assert reason(0, "noise") == (
+        "the source, the packages or XLA_FLAGS changed while it was planned"
+    )
