@@ -99,7 +99,7 @@ class _Bases:
 
     `measured_s` are the seconds of work whose sizes the tables cover. `beyond` has the seconds of
     each work beyond the tables, and `unknown` those of each custom call without a rule, from the
-    bytes that it moves. `used` has the seconds of all work by the tables that it uses.
+    bytes that it moves. `used` has the seconds of all kernels by the tables that they use.
     """
 
     measured_s: float = 0.0
@@ -108,7 +108,7 @@ class _Bases:
     used: defaultdict[tuple[str, ...], float] = field(default_factory=lambda: defaultdict(float))
 
     def seconds_by(self, tables: Collection[str]) -> float:
-        """Seconds of work that uses one of these tables."""
+        """Seconds of kernels that use one of these tables."""
         return sum(
             seconds
             for names, seconds in self.used.items()
@@ -129,8 +129,11 @@ def _bases(walk: Walk, costs: Measured) -> _Bases:
                 bases.measured_s += seconds
             else:
                 bases.beyond[work] += seconds
+        seconds = sum(costs.kernel(kernel).values()) * runs
+        if not kernel.works:
+            bases.used["memory",] += seconds
         if kernel.unknown:
-            bases.unknown[kernel.unknown] += sum(costs.kernel(kernel).values()) * runs
+            bases.unknown[kernel.unknown] += seconds
     return bases
 
 
@@ -148,7 +151,7 @@ def in_words(name: str) -> str:
     kind, _, of = name.partition(" ")
     words = {
         "product": "matmuls", "grouped": "grouped matmuls", "scan": "Mamba-2's scan",
-        "grouped_weights": "gradients of grouped weights",
+        "grouped_weights": "gradients of grouped weights", "memory": "kernels that move bytes",
     }.get(kind, kind)  # fmt: skip
     return f"{words} in {of if of == 'bf16' else of.upper()}" if of in FORMATS else words
 

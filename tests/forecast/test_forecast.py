@@ -84,9 +84,19 @@ def test_what_is_assumed_has_its_share_of_the_step():
     assert found.interval.assumed_rates == ["matmuls", "matmuls in bf16"]
 
 
+def test_kernels_that_move_bytes_are_assumed_on_blackwell():
+    found = forecast(
+        Walk(hlo.Program.parse(PROGRAM)), PLANNED["gb200"], tables.load("gb200"), lambda c: "fsdp"
+    )
+    (assumed,) = found.assumed
+    assert assumed.startswith("memory: two parts of the time of the H100's and the H200's kernels")
+    assert found.interval.assumed == pytest.approx(found.rests_on["bytes"] / found.step_s)
+    assert found.interval.assumed_rates == ["kernels that move bytes"]
+
+
 def test_a_forecast_says_how_far_to_trust_it():
     """In one line, below the forecast: interval, errors, and what is assumed."""
-    loaded = tables.load("gb200")
+    loaded = replace(tables.load("gb200"), assumed={})
     assumed = replace(loaded, assumed={"product bf16": "the B200's"})
     steps = [forecast(Walk(hlo.Program.parse(PROGRAM)), PLANNED["gb200"], t, lambda c: "fsdp")
              for t in (loaded, assumed)]  # fmt: skip
