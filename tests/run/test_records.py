@@ -20,6 +20,7 @@ from tiny import tiny_run
 from jaxbench.base.errors import STATUS
 from jaxbench.base.files import ReservedJson
 from jaxbench.recipe import recipes
+from jaxbench.report import logs
 from jaxbench.results.throughput import throughput
 from jaxbench.results.window import spread
 from jaxbench.results.window import window as published_window
@@ -109,6 +110,16 @@ def test_published_parser_reads_a_run_once(tmp_path):
     assert [*found] == [log.name]
     assert len(found[log.name]) == 34
     assert {seconds for seconds, _ in found[log.name]} == {"12.39"}
+
+
+def test_the_log_of_a_short_run_is_not_one_that_ends_early(tmp_path):
+    run = replace(RUN, steps=6)
+    recorder = Recorder(tmp_path, run, record_of(run))
+    for n in range(6):
+        recorder.step(STEP | {"step": n})
+    recorder.finish("completed", None, None)
+    (log,) = tmp_path.glob("log-*.out")
+    assert logs.read(log).steps.problems() == []
 
 
 @pytest.mark.parametrize(
