@@ -151,6 +151,9 @@ class Log:
                 self.source, self.steps.repeats = name, repeats
                 self._add_iteration(match.groupdict())
                 break
+        # Our own logs have each iteration in both formats, and only NeMo's says how many follow.
+        if self.source == "maxtext log" and (match := NEMO.search(line)):
+            self.steps.expected = int(match["last"]) + 1
         if self.source is None and self.other is None:
             found = (name for name, pattern in OTHER_FORMATS.items() if pattern.search(line))
             self.other = next(found, None)
@@ -159,7 +162,8 @@ class Log:
         """Adds an iteration by the named groups of its pattern, of which a format may lack some."""
         iteration, last, count = int(values["n"]), values.get("last"), values.get("count")
         self.steps.add(iteration, float(values["s"]), float(values["loss"]))
-        self.steps.expected = int(last) + 1 if last else int(count or PUBLISHED_STEPS)
+        expected = int(last) + 1 if last else int(count or 0)
+        self.steps.expected = expected or self.steps.expected or PUBLISHED_STEPS
         self.memory = max(self.memory, float(values.get("memory") or 0))
         for unit in ("batch", "samples", "tokens"):
             if number := values.get(unit):

@@ -152,8 +152,7 @@ class Recorder:
             self._jsonl.write(json.dumps(line))
         except OSError as error:
             raise self._unwritable(error) from error
-        # `report` reads the log in the format of its first step; only NeMo's says how many follow.
-        for text in (summary.nemo_line(run, line), summary.maxtext_line(run, line)):
+        for text in (summary.maxtext_line(run, line), summary.nemo_line(run, line)):
             self._to_log(text)
         print(summary.short_line(run, line), flush=True)
         if self._log_error is not None:

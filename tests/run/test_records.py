@@ -120,6 +120,7 @@ def test_the_log_of_a_short_run_is_not_one_that_ends_early(tmp_path):
     recorder.finish("completed", None, None)
     (log,) = tmp_path.glob("log-*.out")
     assert logs.read(log).steps.problems() == []
+    assert logs.read(log).tokens == run.tokens_per_step
 
 
 @pytest.mark.parametrize(
