@@ -372,7 +372,8 @@ class ExpertsConfig:
     @property
     def slots_per_token(self) -> float:
         """About how many slots there are for each token."""
-        return self.top_k * (self.capacity_factor or self.rank_capacity_factor or TYPICAL)
+        usual = TYPICAL if self.routing == "random" else LEARNED
+        return self.top_k * (self.capacity_factor or self.rank_capacity_factor or usual)
 
     def capacity(self, tokens: int) -> int:
         """Slots of one expert for so many tokens. Without a `capacity_factor` they are whole blocks

@@ -438,6 +438,20 @@ def test_loads_of_skewed_routing_follow_the_power_law(k, groups):
             assert measured[0] > 4 * measured[-1]
 
 
+@pytest.mark.parametrize(("kind", "moved"), [("random", False), ("learned", True)])
+def test_biases_change_only_what_a_router_has_learned(kind, moved):
+    run = tiny_grok(f"model.experts.routing={kind}", "model.experts.router=sigmoid",
+                    "model.experts.bias_rate=0.001")  # fmt: skip
+    cfg = run.model.experts
+    logits, bias = (
+        jnp.asarray(RNG.normal(size=shape), jnp.float32)
+        for shape in ((1, 64, cfg.count), cfg.count)
+    )
+    with mesh_of(run):
+        even, biased = (routing.choose(logits, cfg, b)[1] for b in (None, bias))
+    assert (even != biased).any() == moved
+
+
 RANDOM = (
     "model.experts.routing=random", "model.prediction={pattern: LE, depth: 2, loss: 0.3}",
     "model.layers=5", "model.pattern=L-LELELELE", "batch.microbatch=8",

@@ -32,13 +32,13 @@ def choose(
 
     `topk_softmax` takes the softmax over the largest logits (Megatron). `sigmoid` takes the
     sigmoids of the chosen logits divided by their sum (DeepSeek-V3); it chooses the largest after
-    it has added `bias`, unless routing is `skewed`. The gradient of the bias is the number of
-    assignments (`count_loads`). All gates are multiplied by `gate_scale`. Of equal scores the first
-    expert wins.
+    it has added `bias`, if routing is `learned`. Other routing has a distribution of its own, which
+    biases would change. The gradient of the bias is the number of assignments (`count_loads`). All
+    gates are multiplied by `gate_scale`. Of equal scores the first expert wins.
     """
     scores = jax.nn.sigmoid(logits) if cfg.router == "sigmoid" else logits
     biased = scores
-    if bias is not None and cfg.routing != "skewed":
+    if bias is not None and cfg.routing == "learned":
         biased = scores + dense.broadcast_vector(bias, scores)
     experts = jax.lax.top_k(_in_best_groups(jax.lax.stop_gradient(biased), cfg), cfg.top_k)[1]
     chosen = experts[..., None] == jnp.arange(cfg.count)
