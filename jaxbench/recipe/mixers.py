@@ -285,9 +285,9 @@ class ExpertsConfig:
     top_groups: int = 1
     """groups that a token chooses from"""
     bias_rate: float | None = None
-    """with router `sigmoid`: each expert has a bias that decides the choice but not the gates. In
-    each step it grows by this much if the load of the expert is below the mean, and falls if it is
-    above (Wang et al. 2024, auxiliary-loss-free load balancing)"""
+    """with router `sigmoid`: each expert has a bias that decides the choice of a `learned` routing,
+    but not the gates. In each step it grows by this much if the load of the expert is below the
+    mean, and falls if it is above (Wang et al. 2024, auxiliary-loss-free load balancing)"""
     balance_loss: float = 0.0
     """coefficient of the load-balance loss"""
     balance: Literal["sequence", "microbatch"] = "sequence"
