@@ -129,11 +129,11 @@ def _bases(walk: Walk, costs: Measured) -> _Bases:
                 bases.measured_s += seconds
             else:
                 bases.beyond[work] += seconds
-        seconds = sum(costs.kernel(kernel).values()) * runs
+        kernel_s = sum(costs.kernel(kernel).values()) * runs
         if not kernel.works:
-            bases.used["memory",] += seconds
+            bases.used["memory",] += kernel_s
         if kernel.unknown:
-            bases.unknown[kernel.unknown] += seconds
+            bases.unknown[kernel.unknown] += kernel_s
     return bases
 
 

@@ -28,7 +28,8 @@ def variance(count: int, top_k: int, groups: int, top_groups: int, ranks: int) -
     A token chooses `top_groups` of `groups` and then `top_k` of their experts, both without
     replacement and each with the same probability, which gives hypergeometric distributions. If
     there are groups, real tokens choose a little more evenly, because the best groups have several
-    good experts each; so this is an upper bound, by up to 30 %.
+    good experts each; so this is an upper bound, by up to 30 % if each rank holds whole groups or
+    an equal part of one.
     """
     candidates = count * top_groups // groups
     on_rank = max(1, groups // ranks)  # of a single group, a rank may have only a part
