@@ -89,6 +89,11 @@ def layout(run: Run) -> tuple[tuple[int, ...], int, int, int]:
     return run.mesh_shape, stages, run.microbatch, parts
 
 
+def axes(run: Run) -> frozenset[str]:
+    """The axes of the mesh that have several ranks."""
+    return frozenset(name for name, size in zip(AXES, run.mesh_shape, strict=True) if size > 1)
+
+
 def settings(run: Run) -> dict[str, int | str]:
     """The values of `KEYS`."""
     values = {"batch.microbatch": run.microbatch}

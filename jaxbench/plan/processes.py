@@ -153,11 +153,12 @@ def cached(path: Path, run: Run, gpu: Gpu) -> Plan | None:
 
 
 def _reason(process: subprocess.CompletedProcess[str]) -> str:
-    """The line of a failed process's stderr that gives the reason."""
+    """Why a process left no plan for our settings: the line of its stderr that says so, unless it
+    made a plan of something else."""
     code = process.returncode
     if code < 0:
         return f"killed by signal {-code}, perhaps because memory ran out"
-    if code == 0:
+    if process.stdout.strip():
         return "the source, the packages or XLA_FLAGS changed while it was planned"
     lines = [line for line in process.stderr.splitlines() if line.strip()]
     errors = [line for line in lines if ERROR.match(line)]

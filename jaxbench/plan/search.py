@@ -193,9 +193,11 @@ class Search:
         self, run: Run, policies: list[Policy], compiled: list[Run]
     ) -> dict[Policy, float]:
         """The seconds that we expect of a step with each of these policies, from the fastest
-        candidate that was `compiled` with the run's layout and options, or else from the best one.
-        If the times of nothing are known, the seconds only order policies."""
-        base = min(compiled, key=lambda other: self.tried[other].seconds, default=self.best())
+        candidate that was `compiled` with the run's layout and options, or else from the one that
+        is most alike. If the times of nothing are known, the seconds only order policies."""
+        base = min(
+            compiled, key=lambda other: self.tried[other].seconds, default=self._most_alike(run)
+        )
         step_s = without_policy_s = 1.0
         if base and self.tried[base].seconds < math.inf:
             step_s = self.tried[base].seconds
@@ -204,6 +206,17 @@ class Search:
             policy: without_policy_s + candidates.policy_s(run, policy, step_s, self.gpu)
             for policy in policies
         }
+
+    def _most_alike(self, run: Run) -> Run | None:
+        """The compiled candidate whose mesh has most nearly the same axes. Of several, the fastest
+        that fits. What an axis costs is only known from the plan of a mesh that has it."""
+        axes = candidates.axes(run)
+        order = {
+            other: (len(axes ^ candidates.axes(other)), not outcome.fits, outcome.seconds)
+            for other, outcome in self.tried.items()
+            if outcome.seconds < math.inf
+        }
+        return min(order, key=order.__getitem__, default=None)
 
     def _without_policy_s(self, run: Run, base: Run) -> float:
         """The step that we expect of a candidate from the plan of another one, without what its

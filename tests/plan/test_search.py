@@ -359,6 +359,22 @@ def test_options_next_to_one_that_was_slower_elsewhere_are_still_tried():
     assert any(each.precision.gather != best.precision.gather for each in searching.to_compile())
 
 
+def test_an_axis_that_made_a_candidate_slower_is_not_tried_in_other_sizes():
+    """The plan of a mesh without tensor ranks does not show what these cost."""
+    run = row("llama2_70b_fp8", 64, "execution.remat=full")
+    searching = Search(run, H100, frozenset(["parallelism.pipeline", "parallelism.context"]))
+
+    def with_tensor():
+        return [each for each in searching.to_compile() if each.parallelism.tensor > 1]
+
+    searching.tried[searching.row] = Outcome(4.0, candidates.estimated_peak(run), True)
+    first, *others = with_tensor()
+    assert others
+    searching.tried[first] = Outcome(8.0, candidates.estimated_peak(first), True)
+    assert not with_tensor()
+    assert searching.to_compile()
+
+
 def test_failed_candidates_are_passed_by():
     run = row("llama31_8b_bf16", 8)
     searching = Search(run, H100, FEW)
@@ -491,8 +507,8 @@ def test_a_search_finds_a_mesh_as_fast_as_a_persons(name_gpus, tmp_path, monkeyp
 
 
 def test_the_line_that_says_why_a_process_failed():
-    def reason(code, text):
-        return processes._reason(processes.subprocess.CompletedProcess([], code, "", text))
+    def reason(code, text, plan=""):
+        return processes._reason(processes.subprocess.CompletedProcess([], code, plan, text))
 
     assert reason(2, "W1 noise\nerror: 9 GPUs do not fill nodes of 8\n") == (
         "9 GPUs do not fill nodes of 8"
@@ -503,6 +519,6 @@ def test_the_line_that_says_why_a_process_failed():
     assert reason(1, trace) == "jax.errors.JaxRuntimeError: INTERNAL: no"
     assert reason(3, "") == "exit status 3"
     assert "signal 9" in reason(-9, "")
-    assert reason(0, "noise") == (
-        "the source, the packages or XLA_FLAGS changed while it was planned"
-    )
+    changed = "the source, the packages or XLA_FLAGS changed while it was planned"
+    assert reason(0, "noise", '{"fits": true}') == changed
+    assert reason(1, "noise", '{"fits": false}') == changed

@@ -1,0 +1,139 @@
+"""Searches rows for faster settings, and keeps what it tried in search_rows.csv.
+
+Rows of a recipe and GPU that differ only in model copies are one group, of which the smallest row
+is searched (`jaxbench plan --search`). A faster candidate becomes a recipe's own by hand, since it
+has to hold for the other rows of its group too.
+
+    python benchmarks/search_rows.py [RECIPE:GPU[:GPUS] ..]  # searches what is missing
+    python benchmarks/search_rows.py --again RECIPE:GPU      # searches it although it is there
+    python benchmarks/search_rows.py --list                  # names the rows that are missing
+
+Plans are kept in results/plan. Two calls at a time may search different rows.
+"""
+
+import argparse
+import csv
+import io
+import math
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from jaxbench.base.errors import counted
+from jaxbench.base.files import write_whole
+from jaxbench.plan import search, systems
+from jaxbench.recipe import planned, recipes
+from jaxbench.results.plans import part_name
+
+KEPT = Path(__file__).with_suffix(".csv")
+
+Key = tuple[str, str, str]
+"""Recipe, GPU and number of GPUs, as the table of all plans has them."""
+
+LARGEST = 5
+"""The number of parts of the fastest step that are kept."""
+
+COPIES = re.compile(r"data \d+( x |$)")
+"""The axis of model copies in the text of a mesh."""
+
+
+def smallest_rows() -> list[dict[str, str]]:
+    """The smallest row of each group in the table of all plans, without rows of one GPU."""
+    groups: dict[tuple[str, str, str], dict[str, str]] = {}
+    for line in planned.read()[1]:
+        if line["GPUs"] == "1":
+            continue
+        group = line["recipe"], line["GPU"], COPIES.sub("", line["mesh"])
+        if group not in groups or int(line["GPUs"]) < int(groups[group]["GPUs"]):
+            groups[group] = line
+    return [*groups.values()]
+
+
+def key(line: dict[str, str]) -> Key:
+    return line["recipe"], line["GPU"], line["GPUs"]
+
+
+def kept() -> dict[Key, dict[str, str]]:
+    """The lines of search_rows.csv."""
+    if not KEPT.is_file():
+        return {}
+    with KEPT.open() as file:
+        return {key(line): line for line in csv.DictReader(file)}
+
+
+def keep(lines: dict[Key, dict[str, str]]) -> None:
+    """Writes search_rows.csv, in the order of the table of all plans."""
+    order = {key(line): number for number, line in enumerate(planned.read()[1])}
+    ordered = sorted(lines.values(), key=lambda line: order.get(key(line), math.inf))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ordered[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(ordered)
+    write_whole(KEPT, text.getvalue())
+
+
+def searched(name: Key, limit: int) -> dict[str, str]:
+    """Searches a row with at most so many compiled candidates. Returns its line of the table."""
+    recipe_name, gpu, gpus = name
+    target = systems.find(gpu)
+    recipe = recipes.load(recipe_name).on(target.gpu)
+    row = recipes.resolve(recipe, int(gpus))
+    state = search.run(recipe, row, recipe_name, limit, target)
+    best = next((line for line in search.table(state.tried, state.row) if line["fits"]), None)
+    return {
+        "recipe": recipe_name,
+        "GPU": gpu,
+        "GPUs": gpus,
+        "row s": f"{state.tried[state.row].seconds:.3f}",
+        "fastest s": f"{best['step_s']:.3f}" if best else "",
+        "fastest sets": " ".join(best["set"]) if best else "",
+        "largest parts": largest(best["parts_s"]) if best else "",
+        "compiled": str(len(state.tried)),
+        "not compiled": str(sum(outcome.plan is None for outcome in state.tried.values())),
+        "may be faster": str(len(state.to_compile())),
+        "searched": time.strftime("%Y-%m-%d"),
+    }
+
+
+def largest(parts_s: dict[str, float]) -> str:
+    """The largest parts of a step, with their shares in percent."""
+    step_s = sum(parts_s.values())
+    names = sorted(parts_s, key=parts_s.__getitem__, reverse=True)[:LARGEST]
+    return ", ".join(f"{part_name(name)} {100 * parts_s[name] / step_s:.0f}" for name in names)
+
+
+def main() -> None:
+    """Searches what is missing, or lists it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", nargs="*", help="rows, as llama31_70b_bf16:h100:64; all without")
+    parser.add_argument("--again", action="store_true", help="search also what is in the table")
+    parser.add_argument("--list", action="store_true", help="name the rows, and search nothing")
+    parser.add_argument("--limit", type=int, default=4, help="candidates of a row, with the row")
+    args = parser.parse_args()
+    # Each choice shall know the results of all earlier ones.
+    search.BATCH = 1
+    asked = [row.split(":") for row in args.rows]
+    for line in smallest_rows():
+        name = key(line)
+        wanted = not asked or any([*name][: len(one)] == one for one in asked)
+        if not wanted or (name in kept() and not args.again):
+            continue
+        if args.list:
+            print(f"{':'.join(name)}, {line['mesh']}: a plan takes {line['compile s']} s")
+            continue
+        found = searched(name, args.limit)
+        keep(kept() | {name: found})
+        sets = found["fastest sets"]
+        faster = f", {found['fastest s']} s with {sets}" if sets else ""
+        tried = counted(int(found["compiled"]), "candidate")
+        left = f"{found['may be faster']} more may be faster"
+        print(f"{':'.join(name)}: {found['row s']} s{faster}; {tried}, {left}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
