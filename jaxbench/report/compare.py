@@ -1,12 +1,9 @@
 """Compares two sets of runs, such as runs with and without a flag, or with another driver.
 
-The ratio of mean step times has a confidence interval from a hierarchical bootstrap (Efron 1979):
-runs are drawn with replacement, then steps from each run. Of few runs it is too narrow: three runs
-have two thirds of their variance when they are drawn from themselves. So if both sides have several
-runs, the interval also covers that of a t test of the runs' means.
-
-If a side has a single run, we can only draw its steps, so the interval leaves out the variation
-from job to job. The comparison says so.
+The ratio of mean step times has a confidence interval from a t test (Welch 1947) of all steps.
+Steps of a job have more in common than steps of different jobs. So if both sides have several runs,
+the interval also covers that of the runs' means. If a side has a single run, the interval leaves
+out the variation from job to job, and the comparison says so.
 """
 
 import re
@@ -23,13 +20,7 @@ from jaxbench.recipe.build import flat
 from jaxbench.report.gpus import gpus, slow_nodes
 from jaxbench.report.runs import Result
 
-DRAWS = 4000
 CONFIDENCE = 0.95
-DRAWN_AT_ONCE = 1_000_000
-"""The most steps that are in memory at a time, over all draws."""
-
-SEED = 0
-"""The seed of the draws, so that the same runs give the same interval."""
 
 SECTIONS = ("recipe", "flags", "options", "versions", "hardware", "kernels", "environment")
 """The sections of a record that describe what ran."""
@@ -93,19 +84,21 @@ def compare(a: Sequence[Result], b: Sequence[Result], threshold: float) -> Compa
     workloads = {f"{run.recipe} {run.dtype} on {run.gpus}, {run.work}" for run in runs}
     if len(workloads) > 1:
         raise RecipeError(f"A and B are of different work: {'; '.join(sorted(workloads))}")
-    generator = np.random.default_rng(SEED)
-    samples = [[np.asarray(r.run.times(r.window)) for r in side] for side in (a, b)]
-    means = [np.mean([np.mean(times) for times in side]) for side in samples]
-    draws = [_draw(side, generator) for side in samples]
-    tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(draws[1] / draws[0], [tail, 100 - tail])
-    if min(map(len, samples)) > 1:
-        of_runs = _from_job_to_job(*samples)
-        low, high = min(low, of_runs[0]), max(high, of_runs[1])
+    sides = [[np.asarray(r.run.times(r.window)) for r in side] for side in (a, b)]
+    for side, times in zip("AB", sides, strict=True):
+        if sum(map(len, times)) < 2:
+            raise RecipeError(
+                f"{side} needs at least two steps to compare; give it more steps or runs"
+            )
+    means = [np.array([times.mean() for times in side]) for side in sides]
+    intervals = [_interval(*map(np.concatenate, sides))]
+    if min(map(len, sides)) > 1:
+        intervals.append(_interval(*means))
+    low, high = min(low for low, _ in intervals), max(high for _, high in intervals)
     return Comparison(
-        ratio=float(means[1] / means[0]),
-        low=float(low),
-        high=float(high),
+        ratio=float(means[1].mean() / means[0].mean()),
+        low=low,
+        high=high,
         threshold=threshold,
         verdict=_outcome(low, high, threshold),
         runs=(len(a), len(b)),
@@ -113,40 +106,17 @@ def compare(a: Sequence[Result], b: Sequence[Result], threshold: float) -> Compa
     )
 
 
-def _from_job_to_job(a: list[np.ndarray], b: list[np.ndarray]) -> tuple[float, float]:
-    """The interval of the ratio of two sets of at least two runs, by the means of the runs (Welch
-    1947, for their logarithms)."""
-    means = [np.log([times.mean() for times in side]) for side in (a, b)]
-    variances = [side.var(ddof=1) / len(side) for side in means]
-    middle = means[1].mean() - means[0].mean()
+def _interval(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    """The confidence interval of the mean of `b` over the mean of `a`, each of at least two values:
+    Welch's, for the logarithms of the means."""
+    variances = [x.var(ddof=1) / len(x) / x.mean() ** 2 for x in (a, b)]
+    ratio = b.mean() / a.mean()
     if not (error := sum(variances)):
-        return float(np.exp(middle)), float(np.exp(middle))
-    parts = zip(variances, means, strict=True)
-    freedom = error**2 / sum(variance**2 / (len(side) - 1) for variance, side in parts)
-    width = student((1 + CONFIDENCE) / 2, freedom) * error**0.5
-    return float(np.exp(middle - width)), float(np.exp(middle + width))
-
-
-def _draw(runs: list[np.ndarray], generator: np.random.Generator) -> np.ndarray:
-    """The means of resampled sets of runs, `[DRAWS]`. A run that is drawn twice gets other steps
-    each time."""
-    total = np.zeros(DRAWS)
-    for chosen in generator.integers(len(runs), size=(len(runs), DRAWS)):
-        for number, times in enumerate(runs):
-            of_run = chosen == number
-            total[of_run] += _resampled(times, int(of_run.sum()), generator)
-    return total / len(runs)
-
-
-def _resampled(times: np.ndarray, draws: int, generator: np.random.Generator) -> np.ndarray:
-    """The means of steps drawn from a run, `[draws]`. It works in batches, since a run may be
-    long."""
-    batch = max(1, DRAWN_AT_ONCE // len(times))
-    means = np.empty(draws)
-    for start in range(0, draws, batch):
-        part = means[start : start + batch]
-        part[:] = times[generator.integers(len(times), size=(len(part), len(times)))].mean(1)
-    return means
+        return float(ratio), float(ratio)
+    parts = zip(variances, (a, b), strict=True)
+    freedom = error**2 / sum(variance**2 / (len(x) - 1) for variance, x in parts)
+    factor = np.exp(student((1 + CONFIDENCE) / 2, freedom) * error**0.5)
+    return float(ratio / factor), float(ratio * factor)
 
 
 def _outcome(low: float, high: float, threshold: float) -> Outcome:
