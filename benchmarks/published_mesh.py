@@ -18,8 +18,6 @@ Results are kept in published_mesh.csv, and plans in results/plan.
 """
 
 import argparse
-import csv
-import io
 import os
 import statistics
 import sys
@@ -32,10 +30,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from forecast import layouts, mesh_lines
-from tables import replace_table, table
+from tables import Key, keep, kept, key, replace_table, table
 
 from jaxbench.base.errors import RecipeError, counted
-from jaxbench.base.files import write_whole
 from jaxbench.plan import candidates, search, systems
 from jaxbench.plan.plan import Plan
 from jaxbench.recipe import planned, published, recipes
@@ -71,8 +68,7 @@ class Published:
     line: dict[str, str]
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        """Recipe, GPU and number of GPUs, as the table of all plans has them."""
+    def key(self) -> Key:
         return self.row.recipe, self.row.gpu_type, str(self.row.gpus)
 
     @property
@@ -128,7 +124,7 @@ def saved_by_neighbour(found: Published) -> str | None:
     recipe, gpu, gpus = found.key
     near = {
         (other != recipe, abs(int(number) - int(gpus))): line["saved"]
-        for (other, on, number), line in kept().items()
+        for (other, on, number), line in kept(KEPT).items()
         if (model_of(other), on) == (model_of(recipe), gpu)
         and line["published layout"] == found.layout
         and line["saved"]
@@ -181,29 +177,9 @@ def cells(found: Published, plan: Plan | str) -> dict[str, str]:
     }
 
 
-def kept() -> dict[tuple[str, str, str], dict[str, str]]:
-    """The lines of published_mesh.csv by recipe, GPU and number of GPUs."""
-    if not KEPT.is_file():
-        return {}
-    with KEPT.open() as file:
-        return {(line["recipe"], line["GPU"], line["GPUs"]): line for line in csv.DictReader(file)}
-
-
-def keep(lines: dict[tuple[str, str, str], dict[str, str]]) -> None:
-    """Writes published_mesh.csv, in the order of published.csv."""
-    ordered = [lines[found.key] for found in rows() if found.key in lines]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, ordered[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(ordered)
-    write_whole(KEPT, text.getvalue())
-
-
 def document() -> str:
     """The table of the document: the forecast on both meshes over the published step."""
-    lines, chosen = kept(), {}
-    for line in planned.read()[1]:
-        chosen[line["recipe"], line["GPU"], line["GPUs"]] = line
+    lines, chosen = kept(KEPT), {key(line): line for line in planned.read()[1]}
     every = rows()
     known = [found for found in every if found.key in lines]
     planned_there = [found for found in known if not lines[found.key]["failed"]]
@@ -258,10 +234,10 @@ def main() -> None:
     for found in rows():
         name = "-".join(found.key)
         wanted = not args.rows or name.startswith(tuple(args.rows))
-        if not wanted or (found.key in kept() and not args.again):
+        if not wanted or (found.key in kept(KEPT) and not args.again):
             continue
         line = cells(found, best_plan(found))
-        keep(kept() | {found.key: line})
+        keep(KEPT, line)
         print(f"{name}, {found.layout}: {line['failed'] or line['forecast s'] + ' s'}", flush=True)
 
 

@@ -12,9 +12,6 @@ Plans are kept in results/plan. Two calls at a time may search different rows.
 """
 
 import argparse
-import csv
-import io
-import math
 import os
 import re
 import sys
@@ -24,16 +21,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+from tables import Key, keep, kept, key
+
 from jaxbench.base.errors import counted
-from jaxbench.base.files import write_whole
 from jaxbench.plan import search, systems
 from jaxbench.recipe import planned, recipes
 from jaxbench.results.plans import part_name
 
 KEPT = Path(__file__).with_suffix(".csv")
-
-Key = tuple[str, str, str]
-"""Recipe, GPU and number of GPUs, as the table of all plans has them."""
 
 LARGEST = 5
 """The number of parts of the fastest step that are kept."""
@@ -52,29 +47,6 @@ def smallest_rows() -> list[dict[str, str]]:
         if group not in groups or int(line["GPUs"]) < int(groups[group]["GPUs"]):
             groups[group] = line
     return [*groups.values()]
-
-
-def key(line: dict[str, str]) -> Key:
-    return line["recipe"], line["GPU"], line["GPUs"]
-
-
-def kept() -> dict[Key, dict[str, str]]:
-    """The lines of search_rows.csv."""
-    if not KEPT.is_file():
-        return {}
-    with KEPT.open() as file:
-        return {key(line): line for line in csv.DictReader(file)}
-
-
-def keep(lines: dict[Key, dict[str, str]]) -> None:
-    """Writes search_rows.csv, in the order of the table of all plans."""
-    order = {key(line): number for number, line in enumerate(planned.read()[1])}
-    ordered = sorted(lines.values(), key=lambda line: order.get(key(line), math.inf))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, ordered[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(ordered)
-    write_whole(KEPT, text.getvalue())
 
 
 def searched(name: Key, limit: int) -> dict[str, str]:
@@ -121,13 +93,13 @@ def main() -> None:
     for line in smallest_rows():
         name = key(line)
         wanted = not asked or any([*name][: len(one)] == one for one in asked)
-        if not wanted or (name in kept() and not args.again):
+        if not wanted or (name in kept(KEPT) and not args.again):
             continue
         if args.list:
             print(f"{':'.join(name)}, {line['mesh']}: a plan takes {line['compile s']} s")
             continue
         found = searched(name, args.limit)
-        keep(kept() | {name: found})
+        keep(KEPT, found)
         sets = found["fastest sets"]
         faster = f", {found['fastest s']} s with {sets}" if sets else ""
         tried = counted(int(found["compiled"]), "candidate")

@@ -4,6 +4,8 @@ table of all plans, docs/plan.md and README's picture:
     jaxbench plan --all --output jaxbench/recipe && python benchmarks/tables.py
 """
 
+import csv
+import io
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -38,6 +40,34 @@ def replace_table(document: Path, table: str, mark: str = MARK) -> None:
     assert found, f"{document} has no line {mark}"
     after = "".join(rest.partition(END)[1:])
     write_whole(document, f"{before}{mark}\n\n{table.rstrip()}\n{after and chr(10) + after}")
+
+
+Key = tuple[str, str, str]
+"""Recipe, GPU and number of GPUs, as the table of all plans has them."""
+
+
+def key(line: dict[str, str]) -> Key:
+    """The row of a line."""
+    return line["recipe"], line["GPU"], line["GPUs"]
+
+
+def kept(path: Path) -> dict[Key, dict[str, str]]:
+    """The lines of a CSV file with a line for each of some rows; none if there is no such file."""
+    if not path.is_file():
+        return {}
+    with path.open() as file:
+        return {key(line): line for line in csv.DictReader(file)}
+
+
+def keep(path: Path, line: dict[str, str]) -> None:
+    """Writes the line of a row into such a file, which has the order of the table of all plans."""
+    lines = kept(path) | {key(line): line}
+    order = [key(plan) for plan in planned.read()[1]]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, line, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines[row] for row in sorted(lines, key=order.index))
+    write_whole(path, text.getvalue())
 
 
 def plans() -> str:

@@ -35,7 +35,7 @@ def test_rows_have_the_published_ranks_or_say_why_not(script):
 
 
 def test_what_is_kept_belongs_to_published_rows(script):
-    kept = script.kept()
+    kept = script.kept(script.KEPT)
     assert kept.keys() <= {found.key for found in script.rows()}
     for line in kept.values():
         assert bool(line["failed"]) is not bool(line["forecast s"])
