@@ -29,6 +29,35 @@ class Task:
     capability: Capability | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """What implementations of any operator have.
+
+    `least` is the least compute capability of GPUs on which it runs; with None it runs everywhere.
+    `refusal` returns why it cannot compute a task, or None. `calls` are the custom calls that a
+    compiled step must contain.
+    """
+
+    least: Capability | None = None
+    refusal: Callable[[Task], str | None] = lambda task: None
+    calls: tuple[str, ...] = ()
+
+    def not_on(self, task: Task) -> str | None:
+        """Why it does not run on the platform of a task; None if it does."""
+        if self.least is None:
+            return None
+        if task.platform != "gpu":
+            return f"does not run on a {task.platform}"
+        if task.capability and task.capability < self.least:
+            needed, got = (".".join(map(str, of)) for of in (self.least, task.capability))
+            return f"needs compute capability {needed} or later, not {got}"
+        return None
+
+    def why_not(self, task: Task) -> str | None:
+        """Why it cannot compute a task on its platform; None if it can."""
+        return self.not_on(task) or self.refusal(task)
+
+
 def choose(
     setting: str, requested: str, names: Iterable[str], refusal: Callable[[str], str | None]
 ) -> str:
@@ -42,19 +71,6 @@ def choose(
     if requested == "auto":
         raise RecipeError(f"execution.{setting} = auto: {'; '.join(refused)}")
     raise RecipeError(f"execution.{setting} = {refused[0]}; expected auto")
-
-
-def not_on(least: Capability | None, task: Task) -> str | None:
-    """Why an implementation for GPUs of a compute capability or later, or for everything with None,
-    cannot be used; None if it can."""
-    if least is None:
-        return None
-    if task.platform != "gpu":
-        return f"does not run on a {task.platform}"
-    if task.capability and task.capability < least:
-        needed, got = (".".join(map(str, capability)) for capability in (least, task.capability))
-        return f"needs compute capability {needed} or later, not {got}"
-    return None
 
 
 def lazy(name: str) -> Callable[..., Any]:

@@ -67,8 +67,8 @@ def _mamba(run: Run, name: str, task: Task) -> str:
     taken."""
     if run.execution.ssd != "auto" or task.platform != "gpu":
         return name
-    first = next(iter(ssd.IMPLEMENTATIONS))
-    refused = ssd.refusal(first, task)
+    first, implementation = next(iter(ssd.IMPLEMENTATIONS.items()))
+    refused = implementation.why_not(task)
     return f"{name} ({first} {refused})" if refused else name
 
 

@@ -61,7 +61,7 @@ def test_a_gpu_whose_kernels_cannot_says_why(monkeypatch):
         ("model.mamba={heads: 8, head_dim: 16, state: 8, groups: 4}", "state = 8, not a"),
         ("model.mamba={heads: 12, head_dim: 16, state: 32, groups: 4}", "48 features per group"),
         ("model.mamba={heads: 8, head_dim: 128, state: 256, groups: 4}", "state = 32768, more"),
-        ("precision.dtype=fp32", "precision.dtype = fp32"),
+        ("precision.dtype=fp32", "in fp32"),
         ("batch.sequence_length=64", "64 tokens per sequence, not a multiple of 128"),
     ],
 )

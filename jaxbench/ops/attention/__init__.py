@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
-from jaxbench.base.hardware import Capability
 from jaxbench.ops import implementations
 from jaxbench.ops.attention import cudnn, plain
 from jaxbench.ops.implementations import AMPERE, Task
@@ -22,24 +21,17 @@ from jaxbench.recipe.settings import Execution
 
 
 @dataclass(frozen=True, kw_only=True)
-class Implementation:
+class Implementation(implementations.Implementation):
     """A kernel, or XLA's matmuls, by which attention is computed.
 
     `call` takes one device's query (`B S N H`), key (`B S K H`) and value (`B S K V`), then scale,
     window and sinks as `attend` does. `fp32` is false for a kernel that takes no fp32 operands. A
-    kernel for GPUs needs the compute capability `least` or later; one for everything has None.
-
-    `calls` are the custom calls that a compiled step must contain; a kernel without any compiles to
-    plain matmuls. `refusal` returns why the kernel cannot compute a model, or None. A remat policy
-    saves the results of `saved_primitive` as `attention`. If it is None, `call` itself names the
-    results by `checkpoint_name`.
+    remat policy saves the results of `saved_primitive` as `attention`. If it is None, `call` itself
+    names the results by `checkpoint_name`.
     """
 
     call: Callable[..., jax.Array]
-    least: Capability | None = None
     fp32: bool = True
-    calls: tuple[str, ...] = ()
-    refusal: Callable[[Task], str | None] = lambda task: None
     saved_primitive: str | None = None
 
 
@@ -69,7 +61,7 @@ def choose(execution: Execution, task: Task) -> str:
         kernel = IMPLEMENTATIONS[name]
         no_fp32 = "computes no fp32 attention"
         refused = no_fp32 if task.dtype == "fp32" and not kernel.fp32 else None
-        return implementations.not_on(kernel.least, task) or refused
+        return kernel.not_on(task) or refused
 
     chosen = implementations.choose("attention", execution.attention, IMPLEMENTATIONS, mismatch)
     if task.cfg.attention_mixer and (refused := IMPLEMENTATIONS[chosen].refusal(task)):

@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxbench import mesh
-from jaxbench.base.hardware import Capability
 from jaxbench.base.scopes import TRITON
 from jaxbench.ops import implementations, quantized
 from jaxbench.ops.grouped import xla
@@ -43,7 +42,7 @@ Weight = nnx.Variable | quantized.Operand
 
 
 @dataclass(frozen=True, kw_only=True)
-class Implementation:
+class Implementation(implementations.Implementation):
     """The three matmuls of one device's rows and groups, with weights `[E, D, N]`.
 
     `to_permuted` multiplies arriving rows by the weights; its result is permuted rows.
@@ -53,18 +52,13 @@ class Implementation:
 
     A matmul of FP8 operands multiplies its result by their `scales`. Rows of padding are zero in
     permuted results and undefined among arriving rows. `block_matmuls` makes the
-    `block_scaled.Matmuls` of groups. `least` is the least compute capability of GPUs on which the
-    implementation runs (None: it runs everywhere). `refusal` returns why it cannot multiply by a
-    model's experts, or None. `calls` are the custom calls that a compiled step must contain.
+    `block_scaled.Matmuls` of groups.
     """
 
     to_permuted: Callable[..., Float[Array, "R N"]]
     from_permuted: Callable[..., Float[Array, "uses D"]]
     weights: Callable[..., Float[Array, "E D N"]]
     block_matmuls: Callable[[Groups], Any]
-    least: Capability | None = None
-    refusal: Callable[[Task], str | None] = lambda task: None
-    calls: tuple[str, ...] = ()
 
 
 IMPLEMENTATIONS = {
@@ -104,8 +98,7 @@ def choose(execution: Execution, task: Task) -> str:
         needed = "own" if name == "batched" else "shared"
         if experts.slots != needed:
             return f"needs model.experts.slots = {needed}"
-        implementation = IMPLEMENTATIONS[name]
-        return implementations.not_on(implementation.least, task) or implementation.refusal(task)
+        return IMPLEMENTATIONS[name].why_not(task)
 
     return implementations.choose(
         "grouped_matmul", execution.grouped_matmul, IMPLEMENTATIONS, refusal

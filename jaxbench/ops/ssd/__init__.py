@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Float
 
-from jaxbench.base.hardware import Capability
 from jaxbench.base.scopes import TRITON
 from jaxbench.ops import implementations
 from jaxbench.ops.implementations import HOPPER, Task, lazy
@@ -24,23 +23,15 @@ from jaxbench.ops.ssd import xla
 from jaxbench.ops.ssd.parts import Dims, Parameters
 from jaxbench.recipe.settings import Execution
 
-__all__ = ["IMPLEMENTATIONS", "Dims", "Implementation", "Parameters", "choose", "refusal"]
+__all__ = ["IMPLEMENTATIONS", "Dims", "Implementation", "Parameters", "choose"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Implementation:
-    """An implementation of mixers between their projections.
-
-    `mixer` maps the input projection of a device's groups to the input of the output projection.
-    `least` is the least compute capability of GPUs on which it runs (None: it runs everywhere).
-    `refusal` returns what it cannot compute, or None. `calls` are the custom calls that a compiled
-    step must contain.
-    """
+class Implementation(implementations.Implementation):
+    """An implementation of mixers between their projections: `mixer` maps the input projection of a
+    device's groups to the input of the output projection."""
 
     mixer: Callable[[Dims, Float[Array, "B S G I"], Parameters], Float[Array, "B S G F"]]
-    least: Capability | None = None
-    refusal: Callable[[Task], str | None] = lambda task: None
-    calls: tuple[str, ...] = ()
 
 
 IMPLEMENTATIONS = {
@@ -58,15 +49,8 @@ IMPLEMENTATIONS = {
 def choose(execution: Execution, task: Task) -> str:
     """The name of the implementation that computes a model's mixers. Raises RecipeError if the
     requested implementation cannot do it."""
-    return implementations.choose(
-        "ssd", execution.ssd, IMPLEMENTATIONS, lambda name: refusal(name, task)
-    )
 
+    def refusal(name: str) -> str | None:
+        return IMPLEMENTATIONS[name].why_not(task)
 
-def refusal(name: str, task: Task) -> str | None:
-    """Why an implementation cannot compute a model's mixers; None if it can."""
-    implementation = IMPLEMENTATIONS[name]
-    if reason := implementations.not_on(implementation.least, task):
-        return reason
-    refused = implementation.refusal(task)
-    return refused and f"cannot compute {refused}"
+    return implementations.choose("ssd", execution.ssd, IMPLEMENTATIONS, refusal)

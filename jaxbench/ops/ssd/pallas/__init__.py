@@ -29,21 +29,21 @@ shared memory (213 of 227 KiB)."""
 
 
 def refusal(task: Task) -> str | None:
-    """What the kernels cannot compute; None if they can."""
+    """Why the kernels cannot compute a model's mixers; None if they can."""
     mamba = task.cfg.mamba
     assert mamba is not None
     for name in ("head_dim", "state"):
         size = getattr(mamba, name)
         if size < LEAST or not _power_of_two(size):
-            return f"model.mamba.{name} = {size}, not a power of two of at least {LEAST}"
+            return f"cannot compute {name} = {size}, not a power of two of at least {LEAST}"
     if not _power_of_two(mamba.inner):
-        return f"model.mamba: {mamba.inner} features per group, not a power of two"
+        return f"cannot compute {mamba.inner} features per group, not a power of two"
     if (elements := mamba.head_dim * mamba.state) > MOST:
-        return f"model.mamba: head_dim x state = {elements}, more than {MOST}"
+        return f"cannot compute model.mamba.head_dim x state = {elements}, more than {MOST}"
     if task.dtype == "fp32":
-        return "precision.dtype = fp32, which takes twice a program's shared memory"
+        return "cannot compute in fp32, which takes twice a program's shared memory"
     if task.length % (chunk := Tuning().chunk):
-        return f"{task.length} tokens per sequence, not a multiple of {chunk}"
+        return f"cannot compute {task.length} tokens per sequence, not a multiple of {chunk}"
     return None
 
 
