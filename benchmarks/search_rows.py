@@ -7,6 +7,7 @@ has to hold for the other rows of its group too.
     python benchmarks/search_rows.py [RECIPE:GPU[:GPUS] ..]  # searches what is missing
     python benchmarks/search_rows.py --again RECIPE:GPU      # searches it although it is there
     python benchmarks/search_rows.py --list                  # names the rows that are missing
+    python benchmarks/search_rows.py --document              # writes the table of docs/plan.md
 
 Plans are kept in results/plan. Two calls at a time may search different rows.
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from tables import Key, keep, kept, key
+from tables import ROOT, Key, keep, kept, key, replace_table, table
 
 from jaxbench.base.errors import counted
 from jaxbench.plan import search, systems
@@ -29,6 +30,8 @@ from jaxbench.recipe import planned, recipes
 from jaxbench.results.plans import part_name
 
 KEPT = Path(__file__).with_suffix(".csv")
+
+MARK = "<!-- searched -->"
 
 LARGEST = 5
 """The number of parts of the fastest step that are kept."""
@@ -79,14 +82,41 @@ def largest(parts_s: dict[str, float]) -> str:
     return ", ".join(f"{part_name(name)} {100 * parts_s[name] / step_s:.0f}" for name in names)
 
 
+def document() -> str:
+    """The rows that were searched, those first that are slowest next to the published step."""
+    plans, lines = {key(plan): plan for plan in planned.read()[1]}, []
+    for name, line in kept(KEPT).items():
+        published_s = plans[name]["published s"]
+        ratio = float(plans[name]["forecast s"]) / float(published_s) if published_s else 0.0
+        lines.append((ratio, name, line))
+    lines.sort(key=lambda entry: -entry[0])
+    missing = len(smallest_rows()) - len(lines)
+    return "\n".join([
+        f"{len(lines)} groups of rows are searched so far, {missing} are not.", "",
+        *table(
+            ["recipe", "GPU", "GPUs", "forecast / published", "compiled", "may be faster",
+             "parts of the step, %"],
+            (
+                [*name, f"{ratio:.2f}" if ratio else "", line["compiled"], line["may be faster"],
+                 line["largest parts"]]
+                for ratio, name, line in lines
+            ),
+        ),
+    ])  # fmt: skip
+
+
 def main() -> None:
-    """Searches what is missing, or lists it."""
+    """Searches what is missing, or lists it, or writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", nargs="*", help="rows, as llama31_70b_bf16:h100:64; all without")
     parser.add_argument("--again", action="store_true", help="search also what is in the table")
     parser.add_argument("--list", action="store_true", help="name the rows, and search nothing")
+    parser.add_argument("--document", action="store_true", help="write the table, search nothing")
     parser.add_argument("--limit", type=int, default=4, help="candidates of a row, with the row")
     args = parser.parse_args()
+    if args.document:
+        replace_table(ROOT / "docs" / "plan.md", document(), MARK)
+        return
     # Each choice shall know the results of all earlier ones.
     search.BATCH = 1
     asked = [row.split(":") for row in args.rows]

@@ -20,6 +20,7 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import PLANNED
 from jaxbench.ops import grouped, quantized
 from jaxbench.ops.grouped import BLOCK, NONE, batched, pallas, scaled, xla
+from jaxbench.ops.grouped.groups import take_bytes
 from jaxbench.ops.implementations import Task
 from jaxbench.ops.kernel_sizes import Choices, using
 from jaxbench.ops.pallas_call import ignoring_pallas_deprecation
@@ -145,22 +146,26 @@ def test_products_of_each_row(case):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
 
 
+def tokens_with_uses(name, uses):
+    """(tokens, groups of their uses, a copy of the token for each use, groups of the copies)."""
+    groups, count = groups_of(name, [[60, 0, 110, 30]]), 64
+    tokens = jnp.asarray(RNG.normal(size=(count, D)), jnp.bfloat16)
+    kept = count * uses
+    # Only so many rows arrive: the others have no place.
+    place = jnp.where(jnp.arange(SLOTS) < kept, groups.place, NONE)[:kept]
+    row = jnp.where(groups.row < kept, groups.row, NONE)
+    alone = replace(groups, row=row, place=place)
+    return tokens, replace(alone, uses=uses), jnp.repeat(tokens, uses, axis=0), alone
+
+
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_rows_with_several_uses(name):
     """The results are those of a copy of the token for each use."""
     uses = 3
-    groups = groups_of(name, [[50, 0, 100, 30]])
-    y = rows_of(groups)[1]
-    tokens = jnp.asarray(RNG.normal(size=(SLOTS // 4, D)), jnp.bfloat16)
-    kept = SLOTS // 4 * uses
-    # Only so many rows arrive: the others have no place.
-    place = jnp.where(jnp.arange(SLOTS) < kept, groups.place, NONE)[:kept]
-    row = jnp.where(groups.row < kept, groups.row, NONE)
-    copies = jnp.repeat(tokens, uses, axis=0)
-    alone = replace(groups, row=row, place=place)
-    several = replace(alone, uses=uses)
+    tokens, several, copies, alone = tokens_with_uses(name, uses)
     w = jnp.asarray(RNG.normal(size=(4, D, N)), jnp.bfloat16)
-    y = jnp.where(row[:, None] == NONE, 0, y)
+    y = jnp.where(alone.row[:, None] == NONE, 0, RNG.normal(size=(alone.row.size, N)))
+    y = y.astype(jnp.bfloat16)
     to_permuted, from_permuted, weights = PRODUCTS[name]
     np.testing.assert_array_equal(to_permuted(tokens, w, several), to_permuted(copies, w, alone))
     np.testing.assert_array_equal(weights(tokens, y, several), weights(copies, y, alone))
@@ -397,6 +402,30 @@ def test_a_kernel_quantizes_rows_into_equal_groups(dtype):
     assert want[1].values.shape[:2] == (4, D)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_block_scaled_rows_with_several_uses_are_those_of_copies(dtype, wanted):
+    """Bit for bit, whether they are gathered before or after they are quantized."""
+    tokens, several, copies, alone = tokens_with_uses("batched", 3)
+    precision = Precision(dtype=dtype, hadamard=False)
+
+    def quantized_rows(x, groups):
+        return batched.BlockMatmuls(groups).quantize(x[None], precision, "first", wanted=wanted)
+
+    got, want = quantized_rows(tokens, several), quantized_rows(copies, alone)
+    assert len(got) == sum(wanted)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.asarray(a).any()
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("width", [96, 90, 45])
+def test_rows_of_bytes_are_taken_whatever_their_width(width):
+    x = jnp.asarray(RNG.integers(256, size=(7, width)), jnp.uint8)
+    taken = take_bytes(x, jnp.array([3, NONE, 0, 3]))
+    np.testing.assert_array_equal(taken, np.stack([x[3], np.zeros_like(x[0]), x[0], x[3]]))
 
 
 @needs_compiler

@@ -2,22 +2,26 @@
 
 The padding is multiplied too. A plain matmul is so much faster than a grouped one on some GPUs that
 this pays (docs/design/experts.md). Rows are gathered into the slots of their group beforehand, FP8
-rows after they are quantized, and block-scaled rows by the kernel that quantizes them.
+rows after they are quantized, and block-scaled rows by the kernel that quantizes them. That kernel
+is slower than a gather, so rows with several uses are quantized once each, and then gathered, where
+this saves time.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from jaxbench import mesh
 from jaxbench.ops.dense import contract
-from jaxbench.ops.grouped.groups import Groups, Scales, result_dtype, take
+from jaxbench.ops.grouped.groups import Groups, Scales, result_dtype, take, take_bytes
 from jaxbench.ops.quantized.block_formats import Blocks
-from jaxbench.ops.quantized.block_scaled import Matmuls, multiply
-from jaxbench.ops.quantized.kernels import SPAN, Rows
+from jaxbench.ops.quantized.block_scaled import Matmuls, multiply, quantize_activation
+from jaxbench.ops.quantized.kernels import BOTH, SPAN, Rows
 from jaxbench.ops.quantized.operand import multiply as multiply_fp8
+from jaxbench.recipe.settings import Precision
 
 
 def to_permuted(
@@ -48,6 +52,22 @@ class BlockMatmuls(Matmuls):
     """`Matmuls` of the weights of groups, by XLA's block-scaled matmul."""
 
     groups: Groups
+
+    def quantize(
+        self,
+        x: Array,
+        precision: Precision,
+        side: str,
+        draw: Array | None = None,
+        wanted: tuple[bool, bool] = BOTH,
+    ) -> tuple[Blocks, ...]:
+        """`Matmuls.quantize`. Blocks along tokens have to be made of gathered rows, and the kernel
+        that makes them makes those along features too if both are wanted."""
+        if side == "last" or self.groups.uses == 1 or wanted != (True, False):
+            return super().quantize(x, precision, side, draw, wanted)
+        (blocks,) = quantize_activation(x, precision, None, draw, wanted)
+        take = partial(take_bytes, index=self.groups.source)
+        return (blocks.map(lambda part: _split(take(part[0]), self.groups)),)
 
     def rows(self, x: Array, side: str) -> tuple[Array, Rows | None]:
         groups = self.groups
@@ -81,7 +101,7 @@ def _permuted(x: Float[Array, "A D"], groups: Groups) -> Float[Array, "E rows D"
     return _split(take(x, groups.source), groups)
 
 
-def _split(x: Float[Array, "R D"], groups: Groups) -> Float[Array, "E rows D"]:
+def _split(x: Shaped[Array, "R D"], groups: Groups) -> Shaped[Array, "E rows D"]:
     return x.reshape(groups.ends.size, -1, x.shape[1])
 
 

@@ -20,7 +20,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
-from jaxbench.ops.grouped.groups import BLOCK, Groups, Scales, product_of, result_dtype, take
+from jaxbench.ops.grouped.groups import (
+    BLOCK,
+    Groups,
+    Scales,
+    product_of,
+    result_dtype,
+    take_bytes,
+)
 from jaxbench.ops.implementations import Task
 from jaxbench.ops.kernel_sizes import tunable
 from jaxbench.ops.pallas_call import (
@@ -161,7 +168,7 @@ def weights(
     w = (groups.ends.size, x.shape[1], y.shape[1])
     cost = _cost(w, groups, (x.itemsize, y.itemsize)) | {"kind": "grouped_weights"}
     if in_fp8:
-        x, y = _permuted(x, groups).T, y.T
+        x, y = take_bytes(x, groups.source).T, y.T
         operands = {
             "x": (x, pl.BlockSpec((tile[0], x.shape[1]), lambda n, d, e: (d, 0))),
             "y": (y, pl.BlockSpec((tile[1], y.shape[1]), lambda n, d, e: (n, 0))),
@@ -211,15 +218,6 @@ def _from_permuted(r: SimpleNamespace, *, depth: int) -> None:
         tile, filled = tile_at(r.x, rows, 0, r.x.shape[1])
         total = scaled_sum(step, 0, r.y.shape[1] // depth, (BLOCK, r.x.shape[1]), r)
         triton.store(tile, total.astype(r.x.dtype), mask=filled)
-
-
-def _permuted(x: Float[Array, "A D"], groups: Groups) -> Float[Array, "R D"]:
-    """FP8 rows in their permuted order, loaded four elements at a time. If we loaded single
-    elements, XLA would fuse the gather with the transpose that follows into one kernel that is ten
-    times slower than memory."""
-    words = jax.lax.bitcast_convert_type(x.reshape(len(x), -1, 4), jnp.uint32)
-    words = take(words, groups.source)
-    return jax.lax.bitcast_convert_type(words, x.dtype).reshape(-1, x.shape[1])
 
 
 def _weights(r: SimpleNamespace, *, depth: int) -> None:
