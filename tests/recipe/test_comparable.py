@@ -18,7 +18,7 @@ def reasons(config, row, *texts, gpu=H100):
     ("setting", "value"),
     [
         ("precision.last_bf16_layers=1", "is 1, the row has 0"),
-        ("precision.accumulate=bf16", "is bf16, the row has fp32"),
+        ("precision.accumulate=fp32", "is fp32, the row has bf16"),
         ("precision.scaling=current", "is current, the row has delayed"),
         ("precision.amax_history=1", "is 1, the row has 1024"),
         ("optimizer.learning_rate=0", "is 0.0, the row has 0.0003"),
@@ -87,10 +87,12 @@ def test_every_change_is_named():
 
 
 def test_a_row_is_compared_with_its_own_settings():
-    """Grok-1 on 64 sums gradients in bf16; GB200 has rows of its own."""
-    assert reasons("grok1_314b_fp8", 64) == []
-    (reason,) = reasons("grok1_314b_fp8", 64, "precision.accumulate=fp32")
-    assert reason == "precision.accumulate is fp32, the row has bf16"
+    """Rows of GB200 are its own, and those of Nemotron-4 keep moments in another dtype."""
+    assert reasons("nemotron4_340b_fp8", 128) == []
+    (reason,) = reasons("nemotron4_340b_fp8", 128, "optimizer.moments=fp32")
+    assert reason == "optimizer.moments is fp32, the row has bf16"
+    (reason,) = reasons("nemotron4_340b_fp8", 128, "optimizer.moments=bf16", gpu=GB200)
+    assert reason == "optimizer.moments is bf16, the row has fp32"
     assert reasons("llama31_405b_bf16", 128, gpu=GB200) == []
     (reason,) = reasons("llama31_405b_bf16", 128, "model.layers=62", gpu=GB200)
     assert reason == "model.layers is 62, the row has 126"
@@ -113,7 +115,7 @@ def test_a_row_that_limits_its_experts_is_whole_and_another_limit_is_not():
 def test_a_recipe_file_of_a_user_is_compared_with_the_published_row(tmp_path):
     path = tmp_path / "mine.yaml"
     text = recipes.find("llama31_8b_fp8").read_text()
-    path.write_text(text.replace("{dtype: fp8}", "{dtype: fp8, scaling: current}"))
+    path.write_text(text.replace("{dtype: fp8,", "{dtype: fp8, scaling: current,"))
     assert reasons(path, 8) == ["precision.scaling is current, the row has delayed"]
 
 
