@@ -40,7 +40,7 @@ class Traffic:
 @dataclass(kw_only=True)
 class OtherKernels:
     """Kernels that come from one JAX operation, except matmuls and attention: their seconds in the
-    bound, and their launches, per step."""
+    forecast, next to no collective, and their launches, per step."""
 
     source: str
     seconds: float = 0.0
@@ -75,7 +75,7 @@ class Step:
 
 def step_of(program: Program, gpu: Gpu, tables: Tables, axes: Callable[[Collective], str]) -> Step:
     """The step of a program on a GPU; `axes` names what a collective crosses."""
-    walk = Walk(program)
+    walk, costs = Walk(program), Measured(gpu, tables)
     bound, expected = walk.under(Roofline(gpu)), forecast(walk, gpu, tables, axes)
     return Step(
         collectives=traffic_by_axes(bound, gpu, axes),
@@ -84,7 +84,7 @@ def step_of(program: Program, gpu: Gpu, tables: Tables, axes: Callable[[Collecti
         kernels=kernel_launches(program),
         launches=bound.launches,
         host=bound.host,
-        other_kernels=other_kernels(walk, gpu),
+        other_kernels=other_kernels(walk, costs),
         quantization_bytes=sum(
             kernel.bytes * runs
             for _, kernel, runs in walk.kernels()
@@ -94,9 +94,7 @@ def step_of(program: Program, gpu: Gpu, tables: Tables, axes: Callable[[Collecti
         bound_step_s=bound.step_s,
         forecast_step_s=expected.step_s,
         forecast=expected,
-        sensitivities=[]
-        if expected.unknown
-        else sensitivities(walk, Measured(gpu, tables), expected.step_s),
+        sensitivities=[] if expected.unknown else sensitivities(walk, costs, expected.step_s),
     )
 
 
@@ -147,14 +145,13 @@ def kernel_launches(program: Program) -> dict[str, int]:
     return products | {"attention": launches["attention"]}
 
 
-def other_kernels(walk: Walk, gpu: Gpu) -> list[OtherKernels]:
+def other_kernels(walk: Walk, costs: Measured) -> list[OtherKernels]:
     """The JAX operations whose kernels take longest, matmuls and attention aside."""
-    roofline = Roofline(gpu)
     sums: dict[str, OtherKernels] = {}
     for _, kernel, runs in walk.kernels():
         if not kernel.computes:
             source = memory.readable(kernel.source, "without a name")
             line = sums.setdefault(source, OtherKernels(source=source))
-            line.seconds += sum(roofline.kernel(kernel).values()) * runs
+            line.seconds += sum(costs.kernel(kernel).values()) * runs
             line.launches += runs * kernel.launches
     return sorted(sums.values(), key=lambda line: -line.seconds)[:SHOWN_KERNELS]

@@ -206,7 +206,7 @@ def report(step: HloStep) -> str:
         *text.host_copies(step),
         *text.bound(step),
     ]
-    lines += [*text.forecast(forecast), *text.moves(step)]
+    lines += [*text.forecast(forecast), *text.moves(step), *text.other_kernels(step)]
     if step.assumed:
         lines += ["assumed", *(f"  {entry}" for entry in step.assumed)]
     return "\n".join(lines)

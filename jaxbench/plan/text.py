@@ -47,6 +47,7 @@ def details(plan: Plan) -> str:
             "",
             *forecast(plan.forecast, f"; {_rates(plan, 'forecast')}"),
             *moves(plan),
+            *other_kernels(plan),
             f"memory      peak {gib(size.peak)} of {gib(size.limit)} per device, "
             f"headroom {gib(size.limit - size.peak)}",
             f"  state       parameters {gib(state.parameters)}, optimizer {gib(state.optimizer)}",
@@ -192,15 +193,22 @@ def host_copies(step: Step) -> list[str]:
 
 
 def bound(step: Step, rates: str = "") -> list[str]:
-    """The bound and its parts, with the largest kernels, matmuls and attention aside."""
+    """The bound and its parts."""
     unit, name = unit_of(step.bound_step_s)
     compute, memory, exposed = (
         f"{step.bound_parts_s.get(part, 0) * unit:.3f}" for part in ("compute", "memory", "exposed")
     )
     return [
         f"bound       {step.bound_step_s * unit:.3f} {name} per step: matmuls and attention "
-        f"{compute}, other kernels {memory}, exposed {exposed}{rates}; largest other kernels, with "
-        "their launches:",
+        f"{compute}, other kernels {memory}, exposed {exposed}{rates}"
+    ]
+
+
+def other_kernels(step: Step) -> list[str]:
+    """The kernels that take longest, matmuls and attention aside."""
+    unit, name = unit_of(step.forecast_step_s)
+    return [
+        "other kernels that take longest, with their launches:",
         *(
             f"  {k.seconds * unit:.3f} {name} {k.launches:6}  {k.source}"
             for k in step.other_kernels

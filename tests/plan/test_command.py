@@ -260,7 +260,7 @@ def test_a_plan_is_made_by_one_process_at_a_time(tmp_path, monkeypatch):
         most.append(len(running))
         time.sleep(0.05)
         running.pop()
-        return CompletedProcess(words, 2, stderr="error: refused")
+        return CompletedProcess(words, 2, "", "error: refused")
 
     monkeypatch.setattr(processes, "CACHE", tmp_path)
     monkeypatch.setattr(processes.subprocess, "run", run)
