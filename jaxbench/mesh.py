@@ -244,6 +244,11 @@ def scatter_seq(y: jax.Array) -> jax.Array:
     return pinned(y) if used(TENSOR) else y
 
 
+def max_over_tensor(x: jax.Array) -> jax.Array:
+    """The maximum over tensor ranks, inside a `shard_map`."""
+    return jax.lax.pmax(x, TENSOR) if used(TENSOR) else x
+
+
 def pinned(x: jax.Array) -> jax.Array:
     """The identity, as a `shard_map` that fixes the partition of `x` and of its cotangent to the
     one in its type. Without it Shardy may propagate another partition from neighbouring operations:

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxbench import mesh
 from jaxbench.models.context import Context
 from jaxbench.models.layers import (
     Hidden,
@@ -59,8 +58,8 @@ class Attention(nnx.Module):
         self.out_bias = zero_bias("embed", (cfg.embed,)) if mixer.biases else None
 
     def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
-        x = mesh.gather_seq(x)
-        qkv = dense.dot("BSD,DKGH->BSKGH", x, self.qkv, "batch seq kv_heads group head_dim")
+        dims = "batch seq kv_heads group head_dim"
+        qkv = dense.dot("BSD,DKGH->BSKGH", x, self.qkv, dims, "gather")
         if self.qkv_bias is not None:
             qkv = dense.biased(qkv, self.qkv_bias[...])
         batch, length, kv_heads, group, head_dim = qkv.shape
@@ -72,7 +71,7 @@ class Attention(nnx.Module):
         attended = attention.attend(
             query, key, value, ctx.kernels.attention, self.scale, self.window, sinks
         )
-        y = mesh.scatter_seq(dense.dot("BSNH,DNH->BSD", attended, self.out, "batch seq embed"))
+        y = dense.dot("BSNH,DNH->BSD", attended, self.out, "batch seq embed", "scatter")
         if self.out_bias is not None:  # added once, after the sum over tensor ranks
             y = dense.biased(y, self.out_bias[...])
         return y, ()

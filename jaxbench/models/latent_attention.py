@@ -54,17 +54,15 @@ class LatentAttention(nnx.Module):
         latent = save(dense.dot("BSD,DL->BSL", x, self.latent, "batch shard_seq latent"), "latent")
         ends = [cfg.query_latent, cfg.query_latent + cfg.kv_latent]
         for_query, for_kv, shared_key = jnp.split(latent, ends, axis=-1)
-        normed = self.query_norm(for_query), self.kv_norm(for_kv), shared_key
-        for_query, for_kv, shared_key = map(mesh.gather_seq, normed)
+        for_query, for_kv = self.query_norm(for_query), self.kv_norm(for_kv)
         heads = "batch seq heads head_dim"
-        query = dense.dot("BSL,LNH->BSNH", for_query, self.query, heads)
-        key_value = dense.dot("BSL,LNH->BSNH", for_kv, self.key_value, heads)
+        query = dense.dot("BSL,LNH->BSNH", for_query, self.query, heads, "gather")
+        key_value = dense.dot("BSL,LNH->BSNH", for_kv, self.key_value, heads, "gather")
         still, turned = jnp.split(query, [cfg.head_dim], axis=-1)
         query = jnp.concatenate([still, rotate(turned, ctx.rotary)], axis=-1)
         still, value = jnp.split(key_value, [cfg.head_dim], axis=-1)
-        shared_key = dense.broadcast_heads(shared_key, still)
+        shared_key = dense.broadcast_heads(mesh.gather_seq(shared_key), still)
         key = jnp.concatenate([still, rotate(shared_key, ctx.rotary)], axis=-1)
         query, key, value = save(query, "query"), save(key, "key"), save(value, "value")
         attended = attention.attend(query, key, value, ctx.kernels.attention, cfg.score_scale)
-        y = dense.dot("BSNH,DNH->BSD", attended, self.out, "batch seq embed")
-        return mesh.scatter_seq(y), ()
+        return dense.dot("BSNH,DNH->BSD", attended, self.out, "batch seq embed", "scatter"), ()

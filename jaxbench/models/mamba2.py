@@ -82,8 +82,8 @@ class Mamba2(nnx.Module):
 
     def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
         mixer = ssd.IMPLEMENTATIONS[ctx.kernels.ssd].mixer
-        x = mesh.gather_seq(x)
-        projected = dense.dot("BSD,DGI->BSGI", x, self.in_proj, "batch seq groups inner")
+        dims = "batch seq groups inner"
+        projected = dense.dot("BSD,DGI->BSGI", x, self.in_proj, dims, "gather")
 
         def local(projected, groups):
             parameters = jax.tree.map(mesh.varying, ssd.Parameters.of(groups))
@@ -95,5 +95,4 @@ class Mamba2(nnx.Module):
         # Saved as tokens by features: with groups first, as it is computed, XLA would transpose
         # the whole stash between microbatches.
         y = save(y, "mamba").reshape(*y.shape[:2], *projected.shape[2:3], -1)
-        y = dense.dot("BSGI,DGI->BSD", y, self.out, "batch seq embed")
-        return mesh.scatter_seq(y), ()
+        return dense.dot("BSGI,DGI->BSD", y, self.out, "batch seq embed", "scatter"), ()

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from jaxbench import mesh
 from jaxbench.models.context import Context
 from jaxbench.models.layers import Hidden, LayerOutput, Weight, normal, zero_bias
 from jaxbench.ops import dense, gating, quantized
@@ -33,14 +32,12 @@ class GatedMlp(nnx.Module):
         self.down = Weight(down, quantized=True)
 
     def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
-        x = mesh.gather_seq(x)
         dims = "batch seq part ffn"
-        gate_up = dense.dot("BSD,DPF->BSPF", x, self.gate_up, dims)
+        gate_up = dense.dot("BSD,DPF->BSPF", x, self.gate_up, dims, "gather")
         hidden = gating.gated(
             self.activation, gate_up, None, quantized.is_block_scaled(self.gate_up)
         )
-        y = dense.dot("BSF,DF->BSD", hidden, self.down, "batch seq embed")
-        return mesh.scatter_seq(y), ()
+        return dense.dot("BSF,DF->BSD", hidden, self.down, "batch seq embed", "scatter"), ()
 
 
 UNGATED: dict[str, Callable[[Array], Array]] = {
@@ -66,12 +63,11 @@ class UngatedMlp(nnx.Module):
         self.down_bias = zero_bias("embed", (cfg.embed,)) if mixer.biases else None
 
     def __call__(self, x: Hidden, ctx: Context) -> LayerOutput:
-        x = mesh.gather_seq(x)
-        up = dense.dot("BSD,DF->BSF", x, self.up, "batch seq ffn")
+        up = dense.dot("BSD,DF->BSF", x, self.up, "batch seq ffn", "gather")
         if self.up_bias is not None:
             up = dense.biased(up, self.up_bias[...])
         hidden = self.activation(save(up, "up"))
-        y = mesh.scatter_seq(dense.dot("BSF,DF->BSD", hidden, self.down, "batch seq embed"))
+        y = dense.dot("BSF,DF->BSD", hidden, self.down, "batch seq embed", "scatter")
         if self.down_bias is not None:  # added once, after the sum over tensor ranks
             y = dense.biased(y, self.down_bias[...])
         return y, ()

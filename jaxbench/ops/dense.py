@@ -4,7 +4,7 @@ vectors.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,22 +17,35 @@ from jaxbench.ops.implementations import lazy
 _quantized_dot = lazy("quantized.dot")
 
 
-def dot(equation: str, x: jax.Array, w: Any, dims: str) -> jax.Array:
+Seq = Literal["gather", "scatter"] | None
+"""How a matmul enters or leaves a tensor-parallel region: it gathers the sequence of its input
+(`mesh.gather_seq`), or it sums its result over tensor ranks and scatters it (`mesh.scatter_seq`).
+"""
+
+
+def dot(equation: str, x: jax.Array, w: Any, dims: str, seq: Seq = None) -> jax.Array:
     """Einsum of an activation with a weight that is sharded at rest. It all-gathers the weight and
     then multiplies. The weight `w` is a variable, or for a quantized matmul a `quantized.Operand`.
 
-    `dims` are the logical dimensions of the result. If the matmul sums over a dimension that is
-    split over `tensor`, the result stays unreduced over `tensor`, and the caller's next
-    `mesh.scatter_seq` sums it. In the backward pass the weight's gradient is reduce-scattered. A
-    dimension of experts, the letter E, makes a batch of matmuls.
+    `dims` are the logical dimensions of the result, before `seq` scatters it. If the matmul sums
+    over a dimension that is split over `tensor`, the result stays unreduced over `tensor`, unless
+    it is scattered. In the backward pass the weight's gradient is reduce-scattered. A dimension of
+    experts, the letter E, makes a batch of matmuls.
     """
+    if not isinstance(w, nnx.Variable):
+        return _quantized_dot(equation, x, w, dims, seq)
+    if seq == "gather":
+        x = mesh.gather_seq(x)
+    weight = mesh.gather_weight(w[...], experts_dim(equation))
+    y = _multiply(equation, result_spec(equation, x, dims), x, weight)
+    return mesh.scatter_seq(y) if seq == "scatter" else y
+
+
+def result_spec(equation: str, x: jax.Array, dims: str) -> PartitionSpec:
+    """The partition of the result of `dot` without `seq`."""
     x_dims, _, out = einsum_dims(equation)
     split_sum = mesh.sums_over_tensor(x, x_dims, kept=out)
-    spec = mesh.spec(dims, mesh.ACTIVATION, unreduced={mesh.TENSOR} if split_sum else set())
-    if not isinstance(w, nnx.Variable):
-        return _quantized_dot(equation, x, w, spec)
-    weight = mesh.gather_weight(w[...], experts_dim(equation))
-    return _multiply(equation, spec, x, weight)
+    return mesh.spec(dims, mesh.ACTIVATION, unreduced={mesh.TENSOR} if split_sum else set())
 
 
 def einsum_dims(equation: str) -> tuple[str, str, str]:

@@ -92,9 +92,8 @@ def fp8_product(kind, mesh_name, precision, arrays):
         def product(x, stack, observed):
             (observing,) = step.scaled(observed)
             unit = quantized.attach(*jax.tree.map(lambda leaf: leaf[0], (stack, observing)))
-            if kind == "in":
-                return dense.dot(equation, mesh.gather_seq(x), unit.qkv, y_dims)
-            return mesh.scatter_seq(dense.dot(equation, x, unit.qkv, y_dims))
+            seq = "gather" if kind == "in" else "scatter"
+            return dense.dot(equation, x, unit.qkv, y_dims, seq)
 
         y, vjp = jax.vjp(product, x, stack, step.probes)
         dx, d_stack, observed = vjp(dy)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
+from jaxbench.ops.dense import Seq, result_spec
 from jaxbench.ops.implementations import lazy
 from jaxbench.ops.quantized import xla
 from jaxbench.ops.quantized.operand import Matmul, Operand, seeded
@@ -90,16 +90,29 @@ def _requested(precision: Precision) -> Name:
     return AUTO if precision.implementation == "auto" else precision.implementation
 
 
-def dot(equation: str, x: jax.Array, w: Operand, spec: PartitionSpec) -> jax.Array:
-    """Einsum of a bf16 activation with a weight at rest; `spec` is the partition of the result.
-    This matmul and both of its gradients run in the quantized format of the weight."""
+def dot(equation: str, x: jax.Array, w: Operand, dims: str, seq: Seq) -> jax.Array:
+    """Einsum of a bf16 activation with a weight at rest, as `dense.dot`. This matmul and both of
+    its gradients run in the quantized format of the weight.
+
+    XLA's matmuls in FP8 gather a sequence after its shards are quantized: these have half the
+    bytes, and no rank quantizes the shards of others. All others gather it in bf16.
+    """
+    chosen, blocks = IMPLEMENTATIONS[_requested(w.precision)], is_block_scaled(w)
+    if seq and chosen is IMPLEMENTATIONS["xla"] and not blocks:
+        scattered = mesh.spec(dims.replace("seq", "shard_seq"), mesh.ACTIVATION)
+        spec = scattered if seq == "scatter" else mesh.spec(dims, mesh.ACTIVATION)
+        return xla.dot(Matmul(equation, spec, mesh.cotangent_spec(x), w.name, seq=seq), x, w)
+    if seq == "gather":
+        x = mesh.gather_seq(x)
+    spec = result_spec(equation, x, dims)
     matmul = Matmul(equation, spec, mesh.cotangent_spec(x), w.name)
-    chosen = IMPLEMENTATIONS[_requested(w.precision)]
     if not chosen.takes(matmul):
         chosen = IMPLEMENTATIONS["xla"]
-    if is_block_scaled(w):
-        return dot_blocks(matmul, x, w, chosen.block_matmuls())
-    return chosen.dot(matmul, x, w)
+    if blocks:
+        y = dot_blocks(matmul, x, w, chosen.block_matmuls())
+    else:
+        y = chosen.dot(matmul, x, w)
+    return mesh.scatter_seq(y) if seq == "scatter" else y
 
 
 def is_block_scaled(w: Any) -> bool:

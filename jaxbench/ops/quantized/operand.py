@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxbench import mesh
 from jaxbench.base.scopes import QUANTIZED
 from jaxbench.ops import draws
-from jaxbench.ops.dense import contract, einsum_dims, experts_dim
+from jaxbench.ops.dense import Seq, contract, einsum_dims, experts_dim
 from jaxbench.ops.quantized.per_tensor import VALUES, quantize
 from jaxbench.recipe.settings import Precision
 
@@ -52,12 +52,14 @@ def seeded(w: Any, part: int) -> Any:
 @dataclass(frozen=True)
 class Matmul:
     """A matmul and its gradients: the einsum, the partitions of the result and of the input's
-    gradient, and the name. All of it is static; a grouped matmul (`ops.grouped`) adds arrays."""
+    gradient, the name, and `dense.Seq`. All of it is static; a grouped matmul (`ops.grouped`) adds
+    arrays."""
 
     equation: str = field(metadata={"static": True})
     y_spec: PartitionSpec = field(metadata={"static": True})
     dx_spec: PartitionSpec = field(metadata={"static": True})
     name: str = field(metadata={"static": True})
+    seq: Seq = field(default=None, kw_only=True, metadata={"static": True})
 
     @property
     def dims(self) -> tuple[str, str, str]:
