@@ -249,15 +249,24 @@ def test_sums_over_replicas_follow_each_layer():
     assert max(c.bytes for c in pairs) <= layer + head
 
 
-@pytest.mark.nightly
-def test_tensor_ranks_send_no_tokens_to_themselves():
-    """Shardy took the residual's gradient from the copy that all ranks had gathered, and each
-    rank's slice of it became a `collective-permute` of its own tokens, one in each layer."""
+@pytest.mark.slow
+def test_what_tensor_ranks_send_in_fp8():
+    """A layer gathers the inputs of two regions forward and again backward, and two gradients, all
+    in FP8. Only the loss gathers in bf16.
+
+    Nothing else is sent: Shardy once took the residual's gradient from the copy that all ranks had
+    gathered, and each rank's slice of it became a `collective-permute` of its own tokens."""
     row = Compiled(
         "llama31_8b_fp8", 8, "parallelism.tensor=2", "parallelism.fsdp=4", "model.layers=4",
         "batch.global_batch=8", "execution.remat=query,key,value,attention,residual,gate,up",
     )  # fmt: skip
     assert "collective-permute" not in {c.kind for c in row.collectives}
+    gathered = Counter[int]()
+    for c in row.collectives:
+        if c.kind == "all-gather" and c.devices == (0, 1):
+            gathered[c.bytes] += c.count
+    assert row.run.accumulation == 2
+    assert gathered == {8192 * 4096: 2 * 6 * 4, 2 * 8192 * 4096: 2}
 
 
 @pytest.mark.skipif(
