@@ -71,10 +71,10 @@ HIDING = 0.5
 or more `expert_parts` leave this share of the exposed communication. It decides only which
 candidate is compiled first."""
 
-FEW_IN_FLIGHT = 1, 2
+IN_FLIGHT = 1, 2, 8
 """Limits of collectives in flight to try instead of the limit of `tuned`. All share one queue, so
-with few in flight, small collectives over NVLink wait less for large ones over the network
-(docs/reference/xla_flags.md, *Collectives in flight*)."""
+with few in flight, small collectives over NVLink wait less for large ones over the network; with
+many, XLA has more to choose from (docs/reference/xla_flags.md, *Collectives in flight*)."""
 
 NEW_AXIS = 0.01
 """We assume that an axis which the base does not have costs this share of the step for each
@@ -136,10 +136,10 @@ def _other_values(run: Run) -> Iterator[tuple[str, str]]:
         yield "execution.replica_sums", "layer" if execution.replica_sums == "step" else "step"
     if precision.dtype == "fp8":
         yield "precision.gather", "bf16" if precision.gather == "fp8" else "fp8"
-    if execution.xla_flags == "tuned":
-        now = flags.options(run, "gpu")[flags.IN_FLIGHT]
-        for limit in FEW_IN_FLIGHT:
-            if limit != now:
+    if execution.xla_flags in ("tuned", "guided"):
+        tuned = with_values(run, {"execution.xla_flags": "tuned"})
+        for limit in IN_FLIGHT:
+            if limit != flags.options(tuned, "gpu")[flags.IN_FLIGHT]:
                 yield "execution.xla_flags", f"tuned,{flags.IN_FLIGHT}={limit}"
 
 

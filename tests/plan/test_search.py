@@ -324,12 +324,13 @@ def test_two_changes_at_a_time_keep_what_the_user_sets(monkeypatch):
     assert any(candidates.options(each) != candidates.options(first) for each in other_layout)
 
 
-@pytest.mark.parametrize(("remat", "limits"), [("full", {"1", "2"}), ("none", {"2"})])
-def test_fewer_collectives_in_flight_are_tried_than_the_set_has(remat, limits, monkeypatch):
+@pytest.mark.parametrize("base", ["tuned", "guided"])
+@pytest.mark.parametrize(("remat", "limits"), [("full", {"1", "2", "8"}), ("none", {"2", "8"})])
+def test_other_limits_of_collectives_in_flight_are_tried(base, remat, limits, monkeypatch):
     """Without remat layers are unrolled, where `tuned` has one in flight."""
     monkeypatch.setattr(flags, "jax_release", lambda: (0, 11))
     saved = f"execution.remat={remat}", "execution.offload=none"
-    run = row("llama2_70b_bf16", 64, "execution.xla_flags=tuned", *saved)
+    run = row("llama2_70b_bf16", 64, f"execution.xla_flags={base}", *saved)
     changed = {each.execution.xla_flags for each in candidates.other_options(run)}
     assert changed - {"tuned", "guided"} == {f"tuned,{flags.IN_FLIGHT}={n}" for n in limits}
     assert not [*candidates.other_options(run, frozenset({"execution.xla_flags"}))]
