@@ -11,7 +11,7 @@ from jaxbench.recipe import recipes
 DIMS = (
     "model.embed=64", "model.attention={heads: 8, kv_heads: 4, head_dim: 8}",
     "model.vocabulary=64", "model.init_std=0.2", "batch.sequence_length=32",
-    "batch.global_batch=8", "precision.dtype=fp32",
+    "batch.global_batch=8", "precision.dtype=fp32", "precision.accumulate=fp32",
 )  # fmt: skip
 FAMILIES = {
     "llama31_8b_bf16": (

@@ -301,8 +301,11 @@ def test_a_file_that_is_no_plan_is_one_line(spoil, message, tmp_path, capsys):
             lambda text: text.replace(",", ";"),
             "b.csv: not a table of plan --all (plan.csv): line ",
         ),
-        # In the middle of a line.
-        (lambda text: text[: text.index(",", len(text) // 2)], "b.csv: not a table"),
+        # Behind the first cell of a line.
+        (
+            lambda text: text[: text.index(",", text.index("\n", len(text) // 2))],
+            "b.csv: not a table",
+        ),
         (
             lambda text: re.sub(r"(?m)^(\w+,h100,\d+,[^,]+,)[\d.]+", r"\1x", text, count=1),
             "could not convert string to float",

@@ -39,7 +39,7 @@ def test_the_kind_of_gpu_chooses_its_rows(found):
     run, reasons = found("llama31_405b_bf16", "NVIDIA GB200", 256)
     assert (run.row, run.label, run.model.layers, reasons) == ("256", "full", 126, [])
     run, reasons = found("llama31_405b_bf16", "NVIDIA H100 80GB HBM3", 512)
-    assert (run.mesh_text(), reasons) == ("fsdp 256 x tensor 2", [])
+    assert (run.mesh_text(), reasons) == ("data 2 x fsdp 128 x tensor 2", [])
 
 
 @pytest.mark.parametrize(
