@@ -71,10 +71,11 @@ HIDING = 0.5
 or more `expert_parts` leave this share of the exposed communication. It decides only which
 candidate is compiled first."""
 
-IN_FLIGHT = 1, 2, 8
-"""Limits of collectives in flight to try instead of the limit of `tuned`. All share one queue, so
-with few in flight, small collectives over NVLink wait less for large ones over the network; with
-many, XLA has more to choose from (docs/reference/xla_flags.md, *Collectives in flight*)."""
+IN_FLIGHT = {"tuned": (1, 2), "guided": (8,)}
+"""Limits of collectives in flight to try for `tuned`, from each set of options. All collectives
+share one queue, so with few in flight, small ones over NVLink wait less for large ones over the
+network (docs/reference/xla_flags.md, *Collectives in flight*). Where a guided schedule, which
+allows eight, is good, a tuned one with as many may be better."""
 
 NEW_AXIS = 0.01
 """We assume that an axis which the base does not have costs this share of the step for each
@@ -136,11 +137,10 @@ def _other_values(run: Run) -> Iterator[tuple[str, str]]:
         yield "execution.replica_sums", "layer" if execution.replica_sums == "step" else "step"
     if precision.dtype == "fp8":
         yield "precision.gather", "bf16" if precision.gather == "fp8" else "fp8"
-    if execution.xla_flags in ("tuned", "guided"):
+    for limit in IN_FLIGHT.get(execution.xla_flags, ()):
         tuned = with_values(run, {"execution.xla_flags": "tuned"})
-        for limit in IN_FLIGHT:
-            if limit != flags.options(tuned, "gpu")[flags.IN_FLIGHT]:
-                yield "execution.xla_flags", f"tuned,{flags.IN_FLIGHT}={limit}"
+        if limit != flags.options(tuned, "gpu")[flags.IN_FLIGHT]:
+            yield "execution.xla_flags", f"tuned,{flags.IN_FLIGHT}={limit}"
 
 
 def merged(a: Run, b: Run, base: Run) -> Run | None:

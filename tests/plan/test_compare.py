@@ -244,6 +244,6 @@ def test_mistakes(words, message, capsys):
 def test_a_mistyped_format_of_a_recipe_is_named(dtype, tmp_path, capsys):
     text = (recipes.config_folder() / "llama31_8b_bf16.yaml").read_text()
     path = tmp_path / "mine.yaml"
-    path.write_text(text.replace("{dtype: bf16}", f"{{dtype: {dtype}}}", 1))
+    path.write_text(text.replace("{dtype: bf16,", f"{{dtype: {dtype},", 1))
     words = ["--config", path, "--gpu", "h100", "--gpus", "8"]
     assert_mistake(compare_gpus.main, words, "precision.dtype", capsys)

@@ -324,8 +324,10 @@ def test_two_changes_at_a_time_keep_what_the_user_sets(monkeypatch):
     assert any(candidates.options(each) != candidates.options(first) for each in other_layout)
 
 
-@pytest.mark.parametrize("base", ["tuned", "guided"])
-@pytest.mark.parametrize(("remat", "limits"), [("full", {"1", "2", "8"}), ("none", {"2", "8"})])
+@pytest.mark.parametrize(
+    ("base", "remat", "limits"),
+    [("tuned", "full", {"1", "2"}), ("tuned", "none", {"2"}), ("guided", "full", {"8"})],
+)
 def test_other_limits_of_collectives_in_flight_are_tried(base, remat, limits, monkeypatch):
     """Without remat layers are unrolled, where `tuned` has one in flight."""
     monkeypatch.setattr(flags, "jax_release", lambda: (0, 11))
