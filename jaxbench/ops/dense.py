@@ -15,6 +15,7 @@ from jaxbench import mesh
 from jaxbench.ops.implementations import lazy
 
 _quantized_dot = lazy("quantized.dot")
+_gathers_quantized = lazy("quantized.gathers_quantized")
 
 
 Seq = Literal["gather", "scatter"] | None
@@ -32,20 +33,19 @@ def dot(equation: str, x: jax.Array, w: Any, dims: str, seq: Seq = None) -> jax.
     it is scattered. In the backward pass the weight's gradient is reduce-scattered. A dimension of
     experts, the letter E, makes a batch of matmuls.
     """
-    if not isinstance(w, nnx.Variable):
-        return _quantized_dot(equation, x, w, dims, seq)
+    if seq and _gathers_quantized(w):
+        after = dims.replace("seq", "shard_seq") if seq == "scatter" else dims
+        return _quantized_dot(equation, x, w, mesh.spec(after, mesh.ACTIVATION), seq)
     if seq == "gather":
         x = mesh.gather_seq(x)
-    weight = mesh.gather_weight(w[...], experts_dim(equation))
-    y = _multiply(equation, result_spec(equation, x, dims), x, weight)
-    return mesh.scatter_seq(y) if seq == "scatter" else y
-
-
-def result_spec(equation: str, x: jax.Array, dims: str) -> PartitionSpec:
-    """The partition of the result of `dot` without `seq`."""
     x_dims, _, out = einsum_dims(equation)
     split_sum = mesh.sums_over_tensor(x, x_dims, kept=out)
-    return mesh.spec(dims, mesh.ACTIVATION, unreduced={mesh.TENSOR} if split_sum else set())
+    spec = mesh.spec(dims, mesh.ACTIVATION, unreduced={mesh.TENSOR} if split_sum else set())
+    if isinstance(w, nnx.Variable):
+        y = _multiply(equation, spec, x, mesh.gather_weight(w[...], experts_dim(equation)))
+    else:
+        y = _quantized_dot(equation, x, w, spec)
+    return mesh.scatter_seq(y) if seq == "scatter" else y
 
 
 def einsum_dims(equation: str) -> tuple[str, str, str]:

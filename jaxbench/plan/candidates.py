@@ -137,8 +137,8 @@ def _other_values(run: Run) -> Iterator[tuple[str, str]]:
         yield "execution.replica_sums", "layer" if execution.replica_sums == "step" else "step"
     if precision.dtype == "fp8":
         yield "precision.gather", "bf16" if precision.gather == "fp8" else "fp8"
+    tuned = with_values(run, {"execution.xla_flags": "tuned"})
     for limit in IN_FLIGHT.get(execution.xla_flags, ()):
-        tuned = with_values(run, {"execution.xla_flags": "tuned"})
         if limit != flags.options(tuned, "gpu")[flags.IN_FLIGHT]:
             yield "execution.xla_flags", f"tuned,{flags.IN_FLIGHT}={limit}"
 

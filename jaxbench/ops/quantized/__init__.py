@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jaxbench import mesh
 from jaxbench.base.errors import RecipeError
-from jaxbench.ops.dense import Seq, result_spec
+from jaxbench.ops.dense import Seq
 from jaxbench.ops.implementations import lazy
 from jaxbench.ops.quantized import xla
 from jaxbench.ops.quantized.operand import Matmul, Operand, seeded
@@ -32,8 +33,8 @@ from jaxbench.recipe.settings import BLOCKS, Precision
 
 __all__ = [
     "IMPLEMENTATIONS", "Histories", "Matmul", "Operand", "Quantization", "Scaled", "attach",
-    "choose", "dot", "dot_blocks", "in_bf16", "init_histories", "is_block_scaled", "is_of_experts",
-    "name_in_model", "quantized_weights", "seeded", "xla",
+    "choose", "dot", "dot_blocks", "gathers_quantized", "in_bf16", "init_histories",
+    "is_block_scaled", "is_of_experts", "name_in_model", "quantized_weights", "seeded", "xla",
 ]  # fmt: skip
 
 
@@ -90,29 +91,26 @@ def _requested(precision: Precision) -> Name:
     return AUTO if precision.implementation == "auto" else precision.implementation
 
 
-def dot(equation: str, x: jax.Array, w: Operand, dims: str, seq: Seq) -> jax.Array:
-    """Einsum of a bf16 activation with a weight at rest, as `dense.dot`. This matmul and both of
-    its gradients run in the quantized format of the weight.
-
-    XLA's matmuls in FP8 gather a sequence after its shards are quantized: these have half the
-    bytes, and no rank quantizes the shards of others. All others gather it in bf16.
-    """
-    chosen, blocks = IMPLEMENTATIONS[_requested(w.precision)], is_block_scaled(w)
-    if seq and chosen is IMPLEMENTATIONS["xla"] and not blocks:
-        scattered = mesh.spec(dims.replace("seq", "shard_seq"), mesh.ACTIVATION)
-        spec = scattered if seq == "scatter" else mesh.spec(dims, mesh.ACTIVATION)
-        return xla.dot(Matmul(equation, spec, mesh.cotangent_spec(x), w.name, seq=seq), x, w)
-    if seq == "gather":
-        x = mesh.gather_seq(x)
-    spec = result_spec(equation, x, dims)
-    matmul = Matmul(equation, spec, mesh.cotangent_spec(x), w.name)
+def dot(equation: str, x: jax.Array, w: Operand, spec: PartitionSpec, seq: Seq = None) -> jax.Array:
+    """Einsum of a bf16 activation with a weight at rest; `spec` is the partition of the result.
+    This matmul and both of its gradients run in the quantized format of the weight. Only a weight
+    that `gathers_quantized` takes a `seq`."""
+    matmul = Matmul(equation, spec, mesh.cotangent_spec(x), w.name, seq=seq)
+    chosen = IMPLEMENTATIONS[_requested(w.precision)]
     if not chosen.takes(matmul):
         chosen = IMPLEMENTATIONS["xla"]
-    if blocks:
-        y = dot_blocks(matmul, x, w, chosen.block_matmuls())
-    else:
-        y = chosen.dot(matmul, x, w)
-    return mesh.scatter_seq(y) if seq == "scatter" else y
+    if is_block_scaled(w):
+        return dot_blocks(matmul, x, w, chosen.block_matmuls())
+    return chosen.dot(matmul, x, w)
+
+
+def gathers_quantized(w: Any) -> bool:
+    """True if a matmul with this weight gathers a sequence after its shards are quantized, as
+    XLA's matmuls in FP8 do. The gather has half the bytes then, and no rank quantizes the shards of
+    others. All other matmuls gather it in bf16."""
+    if not isinstance(w, Operand) or is_block_scaled(w):
+        return False
+    return _requested(w.precision) == "xla"
 
 
 def is_block_scaled(w: Any) -> bool:

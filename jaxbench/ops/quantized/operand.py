@@ -71,6 +71,16 @@ class Matmul:
         """`dense.experts_dim`."""
         return experts_dim(self.equation)
 
+    @property
+    def gathers(self) -> bool:
+        """True if it gathers the sequence of its input, and scatters that of its gradient."""
+        return self.seq == "gather"
+
+    @property
+    def scatters(self) -> bool:
+        """True if it scatters the sequence of its result, and gathers that of its gradient."""
+        return self.seq == "scatter"
+
     def result(self, x, scale_inv_x, w, scale_inv_w) -> jax.Array:
         """The matmul of input and weight, in bf16. Each operand comes with its inverse scale."""
         return multiply(self.equation, x, scale_inv_x, w, scale_inv_w)

@@ -31,28 +31,27 @@ def _dot(x, weight, observed, stored, scale_inv, matmul):
 
 def _forward(x, weight, observed, stored, scale_inv, matmul):
     current, dims = observed is None, mesh.gathered_dims(stored, matmul.experts)
-    gathers, scatters = matmul.seq == "gather", matmul.seq == "scatter"
 
     def local_amax(x, matmul):
         with matmul.scope():
             amax = amax_of(x)
             # Shards that are gathered have one scale.
-            return (mesh.max_over_tensor(amax) if current and gathers else amax)[None]
+            return (mesh.max_over_tensor(amax) if current and matmul.gathers else amax)[None]
 
     def local(x, amax, stored, scale_inv, matmul):
         with matmul.scope():
             scale_inv_x = scale_inv_of(amax[0], VALUES) if current else scale_inv[0]
             quantized = quantize(x, scale_inv_x, VALUES)
-            quantized = mesh.gather_seq(quantized) if gathers else quantized
+            quantized = mesh.gather_seq(quantized) if matmul.gathers else quantized
             weight = gather_quantized(stored, dims, scale_inv[1])
             y = matmul.result(quantized, scale_inv_x, weight, scale_inv[1])
-            return (mesh.scatter_seq(y) if scatters else y), quantized
+            return (mesh.scatter_seq(y) if matmul.scatters else y), quantized
 
     # A recomputation quantizes x again. It takes the scale from the saved amax, so that it reads x
     # once.
     observe = mesh.on_each_device(local_amax, mesh.per_device(), check_vma=False)
     amax = save(observe(x, matmul), ALWAYS)
-    of_input = mesh.spec("batch seq embed", mesh.ACTIVATION) if gathers else mesh.spec_of(x)
+    of_input = mesh.spec("batch seq embed", mesh.ACTIVATION) if matmul.gathers else mesh.spec_of(x)
     specs = matmul.y_spec, of_input
     run = mesh.on_each_device(local, specs, check_vma=False)
     y, quantized = run(x, amax, stored, scale_inv, matmul)
@@ -62,7 +61,6 @@ def _forward(x, weight, observed, stored, scale_inv, matmul):
 def _backward(residuals, dy):
     quantized, amax, stored, scale_inv, observed, matmul = residuals
     current, dims = observed is None, mesh.gathered_dims(stored, matmul.experts)
-    gathers, scatters = matmul.seq == "gather", matmul.seq == "scatter"
     # The barrier makes XLA compute the amax no later than the FP8 gradient, so that the bf16
     # gradient can be freed. With tensor or context parallelism the barrier would delay gradients
     # that are sent to other ranks, which costs more.
@@ -74,15 +72,15 @@ def _backward(residuals, dy):
             scale_inv_x, scale_inv_w, scale_inv_dy = scale_inv
             if current:
                 scale_inv_x = scale_inv_of(amax[0], VALUES)
-                largest = mesh.max_over_tensor(amax_dy) if scatters else amax_dy
+                largest = mesh.max_over_tensor(amax_dy) if matmul.scatters else amax_dy
                 scale_inv_dy = scale_inv_of(largest, GRADIENTS)
             gradient = quantize(dy, scale_inv_dy, GRADIENTS)
             if together:
                 gradient, amax_dy = jax.lax.optimization_barrier((gradient, amax_dy))
-            gradient = mesh.gather_seq(gradient) if scatters else gradient
+            gradient = mesh.gather_seq(gradient) if matmul.scatters else gradient
             weight = gather_quantized(stored, dims, scale_inv_w)
             dx = matmul.of_input(gradient, scale_inv_dy, weight, scale_inv_w)
-            dx = mesh.scatter_seq(dx) if gathers else dx
+            dx = mesh.scatter_seq(dx) if matmul.gathers else dx
             dw = matmul.of_weight(quantized, scale_inv_x, gradient, scale_inv_dy)
         return dx, mesh.scatter(dw, dims), jnp.stack([amax, amax_dy[None]])
 
