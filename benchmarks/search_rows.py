@@ -58,7 +58,8 @@ def searched(name: Key, limit: int) -> dict[str, str]:
     target = systems.find(gpu)
     recipe = recipes.load(recipe_name).on(target.gpu)
     row = recipes.resolve(recipe, int(gpus))
-    state = search.run(recipe, row, recipe_name, limit, target)
+    # One at a time, so that each choice knows the results of all earlier ones.
+    state = search.run(recipe, row, recipe_name, limit, target, at_a_time=1)
     best = next((line for line in search.table(state.tried, state.row) if line["fits"]), None)
     return {
         "recipe": recipe_name,
@@ -117,8 +118,8 @@ def main() -> None:
     if args.document:
         replace_table(ROOT / "docs" / "plan.md", document(), MARK)
         return
-    # Each choice shall know the results of all earlier ones.
-    search.BATCH = 1
+    if args.limit < 2:
+        parser.error("--limit is at least 2: one candidate is the row itself")
     asked = [row.split(":") for row in args.rows]
     for line in smallest_rows():
         name = key(line)

@@ -153,12 +153,13 @@ def merged(a: Run, b: Run, base: Run) -> Run | None:
     )
     if of_a.keys() & of_b.keys() or base.parallelism not in (a.parallelism, b.parallelism):
         return None
+    changed = of_a | of_b | {"execution.remat": "full", "execution.offload": "none"}
     try:
-        return with_values(
-            base, of_a | of_b | {"execution.remat": "full", "execution.offload": "none"}
-        )
+        result = with_values(base, changed)
     except RecipeError:
         return None
+    # Without replicas there is nothing to sum.
+    return None if result.data == 1 and "execution.replica_sums" in changed else result
 
 
 def changes(run: Run, row: Run) -> list[str]:
@@ -221,26 +222,18 @@ def _divisors(number: int) -> list[int]:
 
 
 def distance(a: Run, b: Run) -> int:
-    """The number of changes between two layouts. Each prime factor of an axis size that moves to
-    another axis counts one. So does another microbatch, unless a device has as many tokens of it as
-    before. Other virtual stages count one if the pipelines have equally many ranks. `expert_parts`
-    counts only between layouts that are otherwise equal, since mesh and microbatch decide which
-    numbers of parts are possible."""
-    sizes = zip(a.mesh_shape, b.mesh_shape, strict=True)
-    moved = sum(_prime_factors(max(1, x // math.gcd(x, y))) for x, y in sizes)
+    """The number of changes between two layouts. Ranks that one axis gives to another one count as
+    one change, however many they are. So does another microbatch, unless a device has as many
+    tokens of it as before. Other virtual stages count one if the pipelines have equally many ranks.
+    `expert_parts` counts only between layouts that are otherwise equal, since mesh and microbatch
+    decide which numbers of parts are possible."""
+    sizes = [*zip(a.mesh_shape, b.mesh_shape, strict=True)]
+    moved = max(sum(x < y for x, y in sizes), sum(x > y for x, y in sizes))
     p, q = a.parallelism, b.parallelism
     stages = p.pipeline == q.pipeline and p.virtual_stages != q.virtual_stages
     microbatch = a.microbatch != b.microbatch and a.device_tokens != b.device_tokens
     differing = moved + microbatch + stages
     return differing or int(a.execution.expert_parts != b.execution.expert_parts)
-
-
-def _prime_factors(number: int) -> int:
-    """The number of prime factors, with multiplicity."""
-    for n in range(2, math.isqrt(number) + 1):
-        if number % n == 0:
-            return 1 + _prime_factors(number // n)
-    return int(number > 1)
 
 
 @dataclass(frozen=True)

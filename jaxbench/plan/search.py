@@ -1,10 +1,10 @@
 """`jaxbench plan --search`: compiles a row with other settings (`candidates.KEYS`).
 
-The search is local. It begins with the row and continues next to the best candidate so far: with
-one other layout or option, or with two of these at a time. Each candidate gets the policy that we
-expect to be fastest within the memory limit. What is compiled first, and what is not worth it,
-follows from the parts of the best plan (`candidates.layout_s`). Step times come only from
-compiled plans.
+The search is local. It begins with the row and continues next to the fastest candidates so far:
+with one other layout or option, or with two of these at a time. What is compiled first, and what is
+not worth it, follows from the seconds that we expect a candidate to save, which we estimate from
+the parts of compiled plans (`candidates.layout_s`), times the probability that it fits. Step times
+come only from compiled plans.
 """
 
 import math
@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 from pathlib import Path
+from statistics import NormalDist
 from textwrap import shorten
 from typing import Any
 
@@ -49,9 +50,13 @@ more than this share: the estimate is rough."""
 PAIRED = 6
 """The number of single changes, the most promising ones, that are also tried two at a time."""
 
-CAUTION = 0.95
-"""The share of the memory limit that the estimate for a new layout may reach at first, since it is
-off by a few GiB. What may fit nevertheless is compiled when nothing else is left to try."""
+OFF_LAYOUT, OFF_POLICY = 0.06, 0.02
+"""Standard deviations of the expected peak of another layout, and of a compiled layout with another
+policy, as shares of the memory limit. By the first number `candidates.estimated_peak` is off by
+more or less on different rows of a recipe in the table of all plans. The second is assumed."""
+
+UNLIKELY = 0.1
+"""What fits with a lower probability is not compiled once anything fits."""
 
 REASON_WIDTH = 70
 """Characters of a reason in the table. `--json` has all of it."""
@@ -91,11 +96,16 @@ class Search:
         self.tried: dict[Run, Outcome] = {}
 
     def batch(self, count: int) -> list[Run]:
-        """The next candidates, at most `count`, that differ in layout or options. The row alone
-        comes first."""
+        """The next candidates, at most `count`. The row alone comes first. Candidates with other
+        layouts come before those that differ only in options, because one of these may answer for
+        the others."""
         if not self.tried:
             return [self.row][:count]
-        return self.to_compile()[:count]
+        found = self.to_compile()
+        first: dict[Any, Run] = {}
+        for run in found:
+            first.setdefault(layout(run), run)
+        return [*first.values(), *(run for run in found if run not in first.values())][:count]
 
     def best(self) -> Run | None:
         """The fastest candidate that fits. Of equally fast candidates, the one with the lowest
@@ -104,90 +114,98 @@ class Search:
         return min(fitting, key=lambda entry: entry[:2], default=(None,))[-1]
 
     def to_compile(self) -> list[Run]:
-        """What is worth compiling next, the most promising first: the best candidate so far with
-        another policy, or with one or two other settings. While no candidate fits, any layout, and
-        first those that we expect to fit with full remat."""
+        """What is worth compiling next, the most promising first: the fastest candidates so far
+        with one or two other settings, or the best one with another policy. While no candidate
+        fits, any layout, and first those that we expect to fit."""
         best = self.best()
-        if best is None:
-            return self._to_fit()
-        return self._next_to(best, CAUTION) or self._next_to(best, 1.0)
+        return self._to_fit() if best is None else self._next_to(best)
 
-    def _next_to(self, best: Run, share: float) -> list[Run]:
-        """What is worth compiling next to the best candidate, the most promising first. The
-        estimate for a new layout may reach this share of the memory limit."""
-        best_s = self.tried[best].seconds
+    def _next_to(self, best: Run) -> list[Run]:
+        """What is worth compiling next to the fastest candidates, the most promising first."""
+        enough_s = (1 + DOUBT) * self.tried[best].seconds
+        fastest = [run for run, o in self.tried.items() if o.fits and o.seconds < enough_s]
 
-        def fastest(runs: Iterable[Run]) -> dict[Run, float]:
-            return dict(new for run in runs if (new := self._fastest(run, share)))
+        def promising(runs: Iterable[Run]) -> dict[Run, float]:
+            return dict(new for run in runs if (new := self._most_promising(run, enough_s)))
 
-        near = [run for run in self.layouts if candidates.distance(run, best) == 1]
+        near = [
+            run for run in self.layouts
+            if any(candidates.distance(run, other) == 1 for other in fastest)
+        ]  # fmt: skip
         single = [_with_options_of(run, best) for run in near]
         known_slower = self._slower_options() - {*options(best)}
         other = candidates.other_options(best, self.fixed)
         single += [run for run in other if known_slower.isdisjoint(options(run))]
-        found = fastest(single)
-        promising = [run for run in sorted(found, key=found.__getitem__) if found[run] < best_s]
-        pairs = (merged(one, other, best) for one, other in combinations(promising[:PAIRED], 2))
-        fit = [run for run in pairs if run and least_state(run) <= self.limit]
-        found |= fastest(fit)
-        found = {run: seconds for run, seconds in found.items() if seconds < (1 + DOUBT) * best_s}
-        again = self._fastest(best, share)
-        if again and again[1] < WORTH * best_s:
+        found = promising(single)
+        first = sorted(found, key=found.__getitem__, reverse=True)[:PAIRED]
+        pairs = (merged(one, other, best) for one, other in combinations(first, 2))
+        found |= promising(run for run in pairs if run and least_state(run) <= self.limit)
+        if again := self._most_promising(best, WORTH * self.tried[best].seconds):
             found[again[0]] = again[1]
-        return sorted(found, key=found.__getitem__)
+        return sorted(found, key=found.__getitem__, reverse=True)
 
     def _to_fit(self) -> list[Run]:
-        """Layouts that may fit while nothing does, each with its fastest policy that may fit."""
+        """Layouts that may fit while nothing does, each with its most promising policy."""
         centre = min(self.tried, key=lambda run: self.tried[run].peak)
-        peaks = [(estimated_peak(centre), self.tried[centre].peak)]
 
         def order(run: Run) -> tuple[bool, int]:
-            too_big = _peak(estimated_peak(run), peaks) > CAUTION * self.limit
-            return too_big, candidates.distance(run, centre)
+            chance = self._chance(run, candidates.policy_of(run), [])
+            return chance < 1 / 2, candidates.distance(run, centre)
 
         result: list[Run] = []
         for run in sorted(self.layouts, key=order):
-            if new := self._fastest(_with_options_of(run, self.row)):
+            if new := self._most_promising(_with_options_of(run, self.row)):
                 result.append(new[0])
             if len(result) == BATCH:
                 break
         return result
 
-    def _fastest(self, run: Run, share: float = CAUTION) -> tuple[Run, float] | None:
-        """The layout and options of a run with the policy that we expect to be fastest among those
-        that we expect to fit, and its step in seconds. The estimate for a new layout may reach this
-        share of the memory limit. None if that was tried already, or if this layout did not
-        compile."""
+    def _most_promising(self, run: Run, than_s: float | None = None) -> tuple[Run, float] | None:
+        """The layout and options of a run with the most promising policy, and what it promises: the
+        seconds that we expect it to take less than `than_s`, times the probability that it fits.
+        Without `than_s`, anything that fits is worth as much as a whole step. None if it was tried
+        already, if it promises nothing, or if this layout did not compile."""
         same = self._same(run)
         compiled = [other for other in same if self.tried[other].peak < math.inf]
         if same and not compiled:
             return None
-        fitting = self._fitting(run, compiled, share)
-        expected = self._expected_s(run, fitting, compiled)
-        for policy in sorted(fitting, key=lambda each: (expected[each], each.host)):
+        policies = self._policies(run)
+        expected = self._expected_s(run, policies, compiled)
+        least = UNLIKELY if than_s else 0.0
+        than_s = than_s or 2 * max(expected.values())
+        promises = {
+            policy: (than_s - expected[policy]) * chance
+            for policy in policies
+            if expected[policy] < than_s
+            and (chance := self._chance(run, policy, compiled)) >= least
+        }
+        for policy in sorted(promises, key=lambda each: (-promises[each], each.host)):
             if new := candidates.with_policy(run, policy):
-                return None if new in self.tried else (new, expected[policy])
+                return None if new in self.tried else (new, promises[policy])
         return None
 
-    def _fitting(self, run: Run, compiled: list[Run], share: float) -> list[Policy]:
-        """The policies with which we expect a run to fit. The memory of the host decides first,
-        unless it can hold none of them; then the peaks of what was `compiled` with the run's layout
-        and options, or else of the best candidate. If none is expected to fit and nothing has
-        fitted yet, the policy with the lowest peak."""
+    def _policies(self, run: Run) -> list[Policy]:
+        """The policies to try for a run, and that of the best candidate. The memory of the host
+        decides, unless it can hold none of them."""
         best = self.best()
-        near = compiled or [best or min(self.tried, key=lambda other: self.tried[other].peak)]
-        peaks = [(estimated_peak(other), self.tried[other].peak) for other in near]
         every = candidates.policies(run, self.remat, self.offload)
         if best and run.parallelism.pipeline == 1:
             every = [candidates.policy_of(best), *every]
         host = self.gpu.host_limit
-        every = [each for each in every if candidates.host_bytes(run, each) <= host] or every
-        needed = {policy: _peak(estimated_peak(run, policy), peaks) for policy in every}
-        room = self.limit * (1 if compiled else share)
-        fitting = [policy for policy in every if needed[policy] <= room]
-        if not fitting and best is None:
-            return [min(every, key=needed.__getitem__)]
-        return fitting
+        return [each for each in every if candidates.host_bytes(run, each) <= host] or every
+
+    def _chance(self, run: Run, policy: Policy, compiled: list[Run]) -> float:
+        """The probability that a run fits with a policy. We expect the estimate to be off by as
+        much as on the nearest candidate that was `compiled` with the run's layout and options, or
+        else on the one that is most alike."""
+        estimate = estimated_peak(run, policy)
+        near = {estimated_peak(other): self.tried[other].peak for other in compiled}
+        if not near and (other := self._most_alike(run)):
+            near = {estimated_peak(other): self.tried[other].peak}
+        nearest = min(near, key=lambda each: abs(each - estimate), default=estimate)
+        expected = estimate + near.get(nearest, nearest) - nearest
+        off = OFF_POLICY if compiled else OFF_LAYOUT
+        return NormalDist(expected, off * self.limit).cdf(self.limit)
 
     def _expected_s(
         self, run: Run, policies: list[Policy], compiled: list[Run]
@@ -240,15 +258,6 @@ class Search:
         """The candidates that were tried with the layout and the options of a run."""
         key = layout(run), options(run)
         return [other for other in self.tried if (layout(other), options(other)) == key]
-
-
-def _peak(estimate: float, compiled: list[tuple[float, float]]) -> float:
-    """The expected peak for an estimate (`candidates.estimated_peak`): the peak of the compiled
-    candidate with the nearest estimate, plus the difference between the estimates. `compiled` has
-    estimates and peaks. The peak of a candidate that did not compile is infinite and does not
-    count."""
-    nearest, peak = min(compiled, key=lambda pair: abs(pair[0] - estimate))
-    return estimate + (peak - nearest if peak < math.inf else 0)
 
 
 def _with_options_of(run: Run, other: Run) -> Run:
@@ -308,15 +317,16 @@ def fixed_keys(row: Run) -> frozenset[str]:
 
 def run(
     recipe: Recipe, row: Run, config: str, limit: int, target: Target,
-    free: frozenset[str] = frozenset(),
+    free: frozenset[str] = frozenset(), at_a_time: int = BATCH,
 ) -> Search:  # fmt: skip
-    """A finished search from a row: compiles candidates until there are `limit` of them, or until
-    none is worth it. What the user `--set` on the row stays as it is, except keys in `free`."""
+    """A finished search from a row: compiles candidates, a few at a time, until there are `limit`
+    of them, or until none is worth it. What the user `--set` on the row stays as it is, except keys
+    in `free`."""
     check_compiler()
     state = Search(row, target.gpu, fixed_keys(row) - free)
     with progress() as bar:
         task = bar.add_task(f"{row.recipe} {row.row}", total=limit)
-        while batch := state.batch(min(BATCH, limit - len(state.tried))):
+        while batch := state.batch(min(at_a_time, limit - len(state.tried))):
             fastest = state.best()
             best_s = f"best {state.tried[fastest].seconds:.3f} s" if fastest else "none fits yet"
             bar.update(task, description=f"{row.recipe} {row.row}, {best_s}")

@@ -107,7 +107,7 @@ def test_what_the_user_sets_stays():
         ([], 0),
         (["parallelism.fsdp=32"], 1),
         (["parallelism.fsdp=16", "parallelism.tensor=2"], 2),
-        (["parallelism.fsdp=16"], 2),
+        (["parallelism.fsdp=16"], 1),
         (["batch.microbatch=1", "execution.remat=full"], 1),
         # A device has as many tokens of a microbatch as before.
         (["parallelism.fsdp=32", "parallelism.context=2", "batch.microbatch=4"], 1),
@@ -242,7 +242,7 @@ def test_what_keeps_everything_may_fit_without_gathered_weights():
     assert second.execution.remat == "query,key,value,attention,residual,gate,up"
 
 
-def test_what_may_hardly_fit_is_tried_last():
+def test_what_may_hardly_fit_is_tried_if_it_is_fast():
     """All activations saved without a second axis: 68 of 71 GiB."""
     changes = "precision.accumulate=fp32", "parallelism.fsdp=2", "parallelism.tensor=4"
     run = row("llama31_8b_bf16", 8, "execution.remat=full", *changes)
@@ -250,7 +250,7 @@ def test_what_may_hardly_fit_is_tried_last():
     simulate(searching, LIMIT // 2, 2 * 2**30)
     found = searching.best()
     assert (found.parallelism.fsdp, found.execution.remat) == (8, "none")
-    assert searching.tried[found].peak > search.CAUTION * searching.limit
+    assert searching.tried[found].peak > 0.95 * searching.limit
 
 
 def test_what_cannot_fit_is_not_compiled():
