@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from jaxbench.base.hardware import Gpu
 from jaxbench.forecast.costs import Measured
-from jaxbench.forecast.interval import Interval, errors, interval
+from jaxbench.forecast.interval import Interval, interval, timed_programs
 from jaxbench.forecast.tables import FORMATS, Tables, within
 from jaxbench.xla.collectives import Collective
 from jaxbench.xla.hlo import Work, display_name
@@ -78,7 +78,7 @@ def forecast(walk: Walk, gpu: Gpu, tables: Tables, axes: Callable[[Collective], 
     used = {name for names in bases.used for name in names}
     return Forecast(
         step_s=expected.step_s,
-        interval=interval(expected.step_s, share, [*rates], errors()),
+        interval=interval(expected.step_s, share, [*rates], timed_programs()),
         parts_s={name: seconds for name, seconds in parts.items() if seconds > 0},
         rests_on={name: s for name, s in by_size if s > 0},
         outside=(beyond_s + unknown_s) / (expected.kernel_s or 1.0),  # 0 without kernels

@@ -72,7 +72,7 @@ class Interval:
 
 
 @cache
-def errors() -> list[Timed]:
+def timed_programs() -> list[Timed]:
     """The programs that others timed, except weak ones."""
     return [timed for timed in every_program() if not timed.weak]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxbench.base.errors import RecipeError
 from jaxbench.base.files import write_whole
 from jaxbench.base.versions import versions
-from jaxbench.forecast.interval import accuracy, errors
+from jaxbench.forecast.interval import accuracy, timed_programs
 from jaxbench.plan.plan import Plan
 from jaxbench.plan.processes import plan_all
 from jaxbench.plan.systems import Target
@@ -107,7 +107,7 @@ def write_table(
     names = ", ".join(f"{name} {value}" for name, value in packages.items() if value)
     options = " and ".join(" ".join(target.options()) for target in targets)
     comments = [f"{time.strftime('%Y-%m-%d')}, {len(table)} rows, {options}. {names}."]
-    comments.append(planned.ERRORS + accuracy(errors()))
+    comments.append(planned.ERRORS + accuracy(timed_programs()))
     comments += [f"not planned: {failure}" for failure in failures]
     text = StringIO()
     text.writelines(f"# {comment}\n" for comment in comments)

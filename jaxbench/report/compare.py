@@ -90,13 +90,14 @@ def compare(a: Sequence[Result], b: Sequence[Result], threshold: float) -> Compa
             raise RecipeError(
                 f"{side} needs at least two steps to compare; give it more steps or runs"
             )
-    means = [np.array([times.mean() for times in side]) for side in sides]
-    intervals = [_interval(*map(np.concatenate, sides))]
+    values = [np.concatenate(side) for side in sides]
+    intervals = [_interval(*values)]
     if min(map(len, sides)) > 1:
-        intervals.append(_interval(*means))
+        values = [np.array([times.mean() for times in side]) for side in sides]
+        intervals.append(_interval(*values))
     low, high = min(low for low, _ in intervals), max(high for _, high in intervals)
     return Comparison(
-        ratio=float(means[1].mean() / means[0].mean()),
+        ratio=float(values[1].mean() / values[0].mean()),
         low=low,
         high=high,
         threshold=threshold,

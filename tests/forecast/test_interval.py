@@ -17,9 +17,9 @@ from jaxbench.forecast.interval import (
     ERRORS,
     Timed,
     accuracy,
-    errors,
     every_program,
     interval,
+    timed_programs,
 )
 from jaxbench.xla.hlo import Work
 
@@ -63,7 +63,7 @@ def test_what_is_assumed_widens_an_interval():
     widths = [
         log(found.high_s / found.low_s)
         for share in (0.0, 0.1, 0.5, 1.0)
-        for found in [interval(3.0, share, [], errors())]
+        for found in [interval(3.0, share, [], timed_programs())]
     ]
     assert widths == sorted(set(widths))
 
@@ -85,7 +85,7 @@ def test_nine_of_ten_draws_lie_in_an_interval():
 
 def by_others(timed):
     """The interval of a program's forecast, by the errors on the programs of other families."""
-    others = [other for other in errors() if other.family != timed.family]
+    others = [other for other in timed_programs() if other.family != timed.family]
     return interval(timed.forecast_s, timed.assumed, [], others)
 
 
@@ -93,7 +93,7 @@ def test_most_published_steps_lie_in_the_interval_of_the_other_families():
     """Eight of ten or more; Mixtral, the only program with experts, does not."""
     held = {
         t: found.low_s <= t.published_s <= found.high_s
-        for t in errors()
+        for t in timed_programs()
         for found in [by_others(t)]
     }
     assert sum(held.values()) >= 0.8 * len(held)
@@ -113,7 +113,7 @@ def test_weak_programs_do_not_count():
     assert {t.family for t in every if t.weak} == {
         "llama31_70b_bf16_h200_first", "llama31_405b_fp8_h200", "llama2_7b_bf16_a3mega",
     }  # fmt: skip
-    assert errors() == [t for t in every if not t.weak]
+    assert timed_programs() == [t for t in every if not t.weak]
     assert not [t for t in every if t.family.startswith("llama3_70b_bf16")]  # kept for a test
 
 
@@ -167,11 +167,11 @@ def test_the_document_and_the_errors_are_of_one_run():
 @pytest.mark.parametrize("name", ["README.md", "docs/forecast.md", "docs/like_for_like.md"])
 def test_documents_state_the_errors_of_today(name):
     text = " ".join((ROOT / name).read_text().split())
-    assert accuracy(errors()) in text
+    assert accuracy(timed_programs()) in text
 
 
 def test_a_guide_has_the_errors_in_round_figures():
     text = (ROOT / "docs/guide/how_long.md").read_text()
     median, worst = re.search(r"about (\d+) % at the median and (\d+) % at worst", text).groups()
-    sizes = [100 * abs(timed.error) for timed in errors()]
+    sizes = [100 * abs(timed.error) for timed in timed_programs()]
     assert (int(median), int(worst)) == (round(statistics.median(sizes)), round(max(sizes)))

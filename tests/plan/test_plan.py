@@ -18,7 +18,7 @@ from made_plans import made
 
 from jaxbench import mesh
 from jaxbench.base.hardware import H100, PLANNED
-from jaxbench.forecast.interval import accuracy, errors
+from jaxbench.forecast.interval import accuracy, timed_programs
 from jaxbench.plan import absent, ask_cudnn, command, difference, processes, sweep, text
 from jaxbench.plan.compiled_step import mesh_axes
 from jaxbench.plan.plan import Pipelined, rates_of, read, stages
@@ -285,7 +285,7 @@ def test_a_sweep_goes_on_where_it_stopped(planned, tmp_path, monkeypatch):
     comments, (line,) = table_of_plans.read(tmp_path / "plan.csv")
     assert [line["recipe"], line["GPU"], line["GPUs"]] == ["llama31_8b_bf16", "h100", "16"]
     assert line["mesh"] == "data 2 x fsdp 8"
-    assert comments[1] == table_of_plans.ERRORS + accuracy(errors())
+    assert comments[1] == table_of_plans.ERRORS + accuracy(timed_programs())
     assert comments[2] == "not planned: llama31_8b_bf16-8 on h100: exit status 1"
     ends = read(planned[1] / "plan.json").forecast.interval
     assert (line["low s"], line["high s"]) == (f"{ends.low_s:.3f}", f"{ends.high_s:.3f}")

@@ -379,6 +379,19 @@ def test_a_single_step_is_not_compared(repeats):
     assert compare([like], [one, one], 0.02).verdict == "same"
 
 
+def test_the_ratio_lies_in_its_interval(repeats):
+    """One run against two of unequal length and speed."""
+    (like,) = command.report([Path(repeats("a", 4.7))], None)
+
+    def of(seconds, count):
+        return replace(
+            like, run=replace(like.run, steps=Steps(dict.fromkeys(range(count), seconds)))
+        )
+
+    found = compare([of(4.7, 40)], [of(4.7, 400), of(5.17, 10)], 0.02)
+    assert found.low <= found.ratio <= found.high < 1.01
+
+
 def test_equal_runs_of_two_speeds_differ(repeats):
     """Each side has the same run twice, and one side is 10 % slower."""
     a, b = (command.report([Path(repeats(name, s))], None) for name, s in (("a", 4.7), ("b", 5.17)))

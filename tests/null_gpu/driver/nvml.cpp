@@ -56,10 +56,8 @@ int nvmlDeviceGetGpuFabricInfo(void *, void *) { return NOT_SUPPORTED; }
 int nvmlDeviceGetGpuFabricInfoV(void *, void *) { return NOT_SUPPORTED; }
 int nvmlDeviceGetMigMode(void *device, unsigned *now, unsigned *pending) { return *pending = 0, tell(device, "mig", 0, now); }
 int nvmlDeviceGetEccMode(void *device, unsigned *now, unsigned *pending) { return *pending = 1, tell(device, "ecc", 1, now); }
-int nvmlDeviceGetMaxPcieLinkGeneration(void *, unsigned *generation) { return *generation = 5, SUCCESS; }
 int nvmlDeviceGetMaxPcieLinkWidth(void *, unsigned *lanes) { return *lanes = 16, SUCCESS; }
 int nvmlDeviceGetPersistenceMode(void *device, unsigned *on) { return tell(device, "persistence", 1, on); }
-int nvmlDeviceGetNumaNodeId(void *device, unsigned *node) { return tell(device, "numa", index_of(device) / 4, node); }
 int nvmlDeviceGetEnforcedPowerLimit(void *device, unsigned *mw) { return tell(device, "power_limit_w", 700, mw, 1000); }
 int nvmlDeviceGetPowerManagementDefaultLimit(void *, unsigned *mw) { return *mw = 700000, SUCCESS; }
 int nvmlDeviceGetPowerUsage(void *device, unsigned *mw) { return tell(device, "power_w", 120, mw, 1000); }

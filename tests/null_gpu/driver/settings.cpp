@@ -15,7 +15,7 @@
 namespace null_gpu {
 
 // Memory, multiprocessors and caches as `nvidia-smi` and cudaGetDeviceProperties show them; of B300 and
-// GB300 those in jaxbench/hardware.py.
+// GB300 those in jaxbench/base/hardware.py.
 static const Model MODELS[] = {
     {"h100", "NVIDIA H100 80GB HBM3", 9, 0, 132, 84942979072, 52428800, 18},
     {"h200", "NVIDIA H200", 9, 0, 132, 150754820096, 62914560, 18},
