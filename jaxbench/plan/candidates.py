@@ -77,9 +77,9 @@ share one queue, so with few in flight, small ones over NVLink wait less for lar
 network (docs/reference/xla_flags.md, *Collectives in flight*). Where a guided schedule, which
 allows eight, is good, a tuned one with as many may be better."""
 
-NEW_AXIS = 0.01
-"""We assume that an axis which the base does not have costs this share of the step for each
-doubling of its size. The plan of the base does not show what such an axis sends."""
+OVERLAPPED = "fsdp", "data"
+"""Axes whose collectives need not wait for the layer that runs: of weights and of their gradients.
+"""
 
 parameters, model_flops = cache(flops.parameters), cache(flops.model_flops)
 
@@ -376,37 +376,56 @@ def policy_s(run: Run, policy: Policy, step_s: float, gpu: Gpu) -> float:
     return sum(max(0.0, seconds - share * step_s) for share in HIDDEN) - step_s * policy.spared
 
 
-def layout_s(run: Run, base: Run, parts_s: dict[str, float], step_s: float) -> float:
+def layout_s(
+    run: Run, base: Run, parts_s: dict[str, float], step_s: float, gpu: Gpu
+) -> float:  # fmt: skip
     """Seconds that we expect another layout and other options to add to the step of a compiled
-    candidate, `base`, from the parts of its plan (`plan.parts`): the bubble, and what is exposed on
-    each axis. It is rough, and only orders candidates."""
+    candidate, `base`, from the parts of its plan (`plan.parts`): the bubble, what is exposed on
+    each axis, and what is sent over axes that the base does not have, since its plan does not show
+    that. It is rough, and only orders candidates."""
     result = (run.bubble - base.bubble) * parts_s.get("products", step_s)
-    exposed = {
-        name.removeprefix("exposed: "): seconds
-        for name, seconds in parts_s.items()
-        if name.startswith("exposed: ") and name != "exposed: host"
-    }
-    for axes, seconds in exposed.items():
-        scales = [
-            _sent(run, axis) / sent for axis in AXES if axis in axes and (sent := _sent(base, axis))
-        ]
+    sent_s = {axis: (_sent_s(run, axis, gpu), _sent_s(base, axis, gpu)) for axis in AXES}
+    for name, seconds in parts_s.items():
+        axes = name.removeprefix("exposed: ")
+        if name == axes or axes == "host":
+            continue
+        scales = [new / old for axis, (new, old) in sent_s.items() if axis in axes and old]
         result += seconds * (max(scales, default=1.0) * _remaining(run, base, axes) - 1)
-    for new, old in zip(run.mesh_shape, base.mesh_shape, strict=True):
-        if old == 1 and new > 1:
-            result += step_s * NEW_AXIS * math.log2(new)
+    for axis, (new, old) in sent_s.items():
+        if not old:
+            result += max(0.0, new - (step_s if axis in OVERLAPPED else 0.0))
     return result
 
 
-def _sent(run: Run, axis: str) -> float:
-    """What a rank sends over an axis in a step, up to a factor that the axis decides: weights for
-    each microbatch on `fsdp`, gradients on `data`, activations on the others."""
+def _sent_s(run: Run, axis: str, gpu: Gpu) -> float:
+    """Seconds for which a rank sends over an axis in a step, at the rate of its links: weights for
+    each microbatch on `fsdp`, gradients on `data`, activations on the others. Collectives are
+    rings."""
     p, size = run.parallelism, run.mesh_shape[AXES.index(axis)]
-    ring = (size - 1) / size
-    if axis == "fsdp":
-        return ring * run.accumulation / (p.pipeline * p.expert * p.tensor)
-    if axis == "data":
-        return ring / p.ranks
-    return ring if axis == "expert" else ring * p.context * p.tensor
+    every = activations(run.model, run.batch.sequence_length)
+    tokens = BF16 * run.device_tokens * run.accumulation
+    weights, others = parameters(run.model)["total"], (size - 1) / size
+    features = {name: activation.features for name, activation in every.items()}
+    sent = {
+        # Both passes gather the weights, and the gradients are scattered.
+        "fsdp": 3 * BF16 * others * weights * run.accumulation / (p.ranks / p.fsdp / p.context),
+        # Sums are scattered and gathered again.
+        "data": 2 * run.gradient_bytes * others * weights / p.ranks,
+        # Each chunk passes its result on, and gets a gradient back.
+        "pipeline": 2 * tokens * run.model.embed * p.virtual_stages,
+        # Each pass gathers the input of a mixer and scatters its result.
+        "tensor": 4 * tokens * (size - 1) * run.model.embed * len(run.model.mixers) / p.pipeline,
+        # Both passes gather keys and values, and their gradients are scattered.
+        "context": 3 * tokens * (size - 1) * (features.get("key", 0) + features.get("value", 0))
+        / p.pipeline,
+        # Each pass sends tokens to their experts and back.
+        "expert": 4 * tokens * others * features.get("dispatched", 0) / p.pipeline,
+    }[axis] * (size > 1)  # fmt: skip
+    stride = math.prod(run.mesh_shape[AXES.index(axis) + 1 :])
+    if stride * size <= gpu.domain:
+        return sent / (gpu.nvlink * 1e9)
+    # The ranks of a domain share what the axis sends to other domains.
+    return sent / (gpu.nic * 1e9 * max(1, gpu.domain // stride))
 
 
 def _remaining(run: Run, base: Run, axes: str) -> float:

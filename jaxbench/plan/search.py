@@ -242,7 +242,7 @@ class Search:
         outcome = self.tried[base]
         step_s, parts_s = outcome.seconds, parts(outcome.plan) if outcome.plan else {}
         of_policy = candidates.policy_s(base, candidates.policy_of(base), step_s, self.gpu)
-        return step_s - of_policy + candidates.layout_s(run, base, parts_s, step_s)
+        return step_s - of_policy + candidates.layout_s(run, base, parts_s, step_s, self.gpu)
 
     def _slower_options(self) -> set[str]:
         """Options that made a candidate slower which is otherwise the same."""

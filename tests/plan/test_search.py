@@ -300,14 +300,32 @@ def test_the_best_plan_says_what_is_worth_a_try():
     tuned, summed, *_ = candidates.other_options(run)
 
     def gain(new, axis):
-        return candidates.layout_s(new, run, {f"exposed: {axis}": 1.0}, 4.0)
+        return candidates.layout_s(new, run, {f"exposed: {axis}": 1.0}, 4.0, H100)
 
     assert gain(fewer, "fsdp") == pytest.approx(-0.5)
-    assert gain(fewer, "data") == pytest.approx(0.0)
+    # The gradient of a single microbatch stays in bf16.
+    assert gain(fewer, "data") == pytest.approx(-0.5)
     assert summed.execution.replica_sums == "layer"
     assert gain(summed, "data") == pytest.approx(-0.5)
     assert gain(summed, "fsdp") == 0.0
     assert abs(gain(tuned, "fsdp")) in (pytest.approx(0.5), pytest.approx(1.0))
+
+
+def test_a_new_axis_costs_what_it_sends():
+    """By hand: the tensor ranks of 2 sequences gather and scatter them twice for each of 160
+    mixers. Context ranks send keys and values three times, beyond a node over its 8 adapters."""
+    run = row("llama2_70b_bf16", 64, "batch.microbatch=1")
+
+    def seconds(axis, size):
+        changes = f"parallelism.{axis}={size}", f"parallelism.fsdp={64 // size}"
+        other = row("llama2_70b_bf16", 64, "batch.microbatch=1", *changes)
+        return candidates.layout_s(other, run, {}, 100.0, H100)
+
+    number = 2 * 4096 * 2  # bytes of a feature of 2 sequences
+    assert seconds("tensor", 4) == pytest.approx(4 * 3 * number * 8192 * 160 / 450e9)
+    keys_values = 2 * 8 * 128 * 80
+    assert seconds("context", 8) == pytest.approx(3 * 7 * number * keys_values / 450e9)
+    assert seconds("context", 16) == pytest.approx(3 * 15 * number * keys_values / 400e9)
 
 
 def test_two_changes_at_a_time_keep_what_the_user_sets(monkeypatch):
