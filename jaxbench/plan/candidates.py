@@ -158,8 +158,9 @@ def merged(a: Run, b: Run, base: Run) -> Run | None:
         result = with_values(base, changed)
     except RecipeError:
         return None
-    # Without replicas there is nothing to sum.
-    return None if result.data == 1 and "execution.replica_sums" in changed else result
+    # Without replicas there is nothing to sum. A pipeline always sums after the step.
+    useless = result.data == 1 and result.parallelism.pipeline == 1
+    return None if useless and "execution.replica_sums" in changed else result
 
 
 def changes(run: Run, row: Run) -> list[str]:

@@ -2,8 +2,8 @@
 
 The search is local. It begins with the row and continues next to the fastest candidates so far:
 with one other layout or option, or with two of these at a time. What is compiled first, and what is
-not worth it, follows from the seconds that we expect a candidate to save, which we estimate from
-the parts of compiled plans (`candidates.layout_s`), times the probability that it fits. Step times
+not worth it, follows from the seconds that we expect a candidate to save, times the probability
+that it fits. The parts of compiled plans decide what we expect (`candidates.layout_s`). Step times
 come only from compiled plans.
 """
 
@@ -52,8 +52,9 @@ PAIRED = 6
 
 OFF_LAYOUT, OFF_POLICY = 0.06, 0.02
 """Standard deviations of the expected peak of another layout, and of a compiled layout with another
-policy, as shares of the memory limit. By the first number `candidates.estimated_peak` is off by
-more or less on different rows of a recipe in the table of all plans. The second is assumed."""
+policy, as shares of the memory limit. The first is how much the errors of
+`candidates.estimated_peak` differ between two rows of a recipe (root mean square of all plans on
+H100s). The second is assumed."""
 
 UNLIKELY = 0.1
 """What fits with a lower probability is not compiled once anything fits."""
@@ -96,16 +97,13 @@ class Search:
         self.tried: dict[Run, Outcome] = {}
 
     def batch(self, count: int) -> list[Run]:
-        """The next candidates, at most `count`. The row alone comes first. Candidates with other
-        layouts come before those that differ only in options, because one of these may answer for
-        the others."""
+        """The next candidates, at most `count`. The row alone comes first. Of candidates with the
+        same layout only the most promising is in front: its result may answer for the others."""
         if not self.tried:
             return [self.row][:count]
         found = self.to_compile()
-        first: dict[Any, Run] = {}
-        for run in found:
-            first.setdefault(layout(run), run)
-        return [*first.values(), *(run for run in found if run not in first.values())][:count]
+        first = {layout(run): run for run in reversed(found)}
+        return sorted(found, key=lambda run: first[layout(run)] is not run)[:count]
 
     def best(self) -> Run | None:
         """The fastest candidate that fits. Of equally fast candidates, the one with the lowest
@@ -130,17 +128,20 @@ class Search:
 
         near = [
             run for run in self.layouts
-            if any(candidates.distance(run, other) == 1 for other in fastest)
+            if layout(run) != layout(best)
+            and any(candidates.distance(run, other) == 1 for other in fastest)
         ]  # fmt: skip
         single = [_with_options_of(run, best) for run in near]
         known_slower = self._slower_options() - {*options(best)}
         other = candidates.other_options(best, self.fixed)
         single += [run for run in other if known_slower.isdisjoint(options(run))]
         found = promising(single)
-        first = sorted(found, key=found.__getitem__, reverse=True)[:PAIRED]
+        faster = [run for run in found if found[run] > enough_s - self.tried[best].seconds]
+        first = sorted(faster, key=found.__getitem__, reverse=True)[:PAIRED]
         pairs = (merged(one, other, best) for one, other in combinations(first, 2))
         found |= promising(run for run in pairs if run and least_state(run) <= self.limit)
-        if again := self._most_promising(best, WORTH * self.tried[best].seconds):
+        again = self._most_promising(best, enough_s)
+        if again and again[1] > enough_s - WORTH * self.tried[best].seconds:
             found[again[0]] = again[1]
         return sorted(found, key=found.__getitem__, reverse=True)
 
@@ -148,9 +149,12 @@ class Search:
         """Layouts that may fit while nothing does, each with its most promising policy."""
         centre = min(self.tried, key=lambda run: self.tried[run].peak)
 
-        def order(run: Run) -> tuple[bool, int]:
-            chance = self._chance(run, candidates.policy_of(run), [])
-            return chance < 1 / 2, candidates.distance(run, centre)
+        def order(run: Run) -> tuple[bool, int, float]:
+            policy = candidates.policy_of(run)
+            chance = self._chances(run, [policy])[policy]
+            sizes = zip(run.mesh_shape, centre.mesh_shape, strict=True)
+            moved = sum(abs(math.log(new / old)) for new, old in sizes)
+            return chance < 1 / 2, candidates.distance(run, centre), moved
 
         result: list[Run] = []
         for run in sorted(self.layouts, key=order):
@@ -163,8 +167,9 @@ class Search:
     def _most_promising(self, run: Run, than_s: float | None = None) -> tuple[Run, float] | None:
         """The layout and options of a run with the most promising policy, and what it promises: the
         seconds that we expect it to take less than `than_s`, times the probability that it fits.
-        Without `than_s`, anything that fits is worth as much as a whole step. None if it was tried
-        already, if it promises nothing, or if this layout did not compile."""
+        Without `than_s`, to fit counts more than to be fast. Of policies that promise about the
+        same, it takes the one with the least host memory. None if it was tried already, if it
+        promises nothing, or if this layout did not compile."""
         same = self._same(run)
         compiled = [other for other in same if self.tried[other].peak < math.inf]
         if same and not compiled:
@@ -172,14 +177,15 @@ class Search:
         policies = self._policies(run)
         expected = self._expected_s(run, policies, compiled)
         least = UNLIKELY if than_s else 0.0
-        than_s = than_s or 2 * max(expected.values())
+        than_s = than_s or 2 * max(expected.values(), default=0.0)
+        faster = [policy for policy in policies if expected[policy] < than_s]
         promises = {
             policy: (than_s - expected[policy]) * chance
-            for policy in policies
-            if expected[policy] < than_s
-            and (chance := self._chance(run, policy, compiled)) >= least
+            for policy, chance in self._chances(run, faster).items()
+            if chance >= least
         }
-        for policy in sorted(promises, key=lambda each: (-promises[each], each.host)):
+        enough = WORTH * max(promises.values(), default=0.0)
+        for policy in sorted(promises, key=lambda p: (promises[p] < enough, p.host, -promises[p])):
             if new := candidates.with_policy(run, policy):
                 return None if new in self.tried else (new, promises[policy])
         return None
@@ -194,18 +200,21 @@ class Search:
         host = self.gpu.host_limit
         return [each for each in every if candidates.host_bytes(run, each) <= host] or every
 
-    def _chance(self, run: Run, policy: Policy, compiled: list[Run]) -> float:
-        """The probability that a run fits with a policy. We expect the estimate to be off by as
-        much as on the nearest candidate that was `compiled` with the run's layout and options, or
-        else on the one that is most alike."""
-        estimate = estimated_peak(run, policy)
-        near = {estimated_peak(other): self.tried[other].peak for other in compiled}
-        if not near and (other := self._most_alike(run)):
-            near = {estimated_peak(other): self.tried[other].peak}
-        nearest = min(near, key=lambda each: abs(each - estimate), default=estimate)
-        expected = estimate + near.get(nearest, nearest) - nearest
-        off = OFF_POLICY if compiled else OFF_LAYOUT
-        return NormalDist(expected, off * self.limit).cdf(self.limit)
+    def _chances(self, run: Run, policies: list[Policy]) -> dict[Policy, float]:
+        """The probability that a run fits with each of these policies."""
+        here = [o for o in self.tried if layout(o) == layout(run) and self.tried[o].peak < math.inf]
+        near = here or [*filter(None, [self._most_alike(run)])]
+        peaks = {estimated_peak(other): self.tried[other].peak for other in near}
+        known = {candidates.policy_of(o): float(self.tried[o].fits) for o in self._same(run)}
+        off = (OFF_POLICY if here else OFF_LAYOUT) * self.limit
+
+        def chance(policy: Policy) -> float:
+            estimate = estimated_peak(run, policy)
+            nearest = min(peaks, key=lambda each: abs(each - estimate), default=estimate)
+            expected = estimate + peaks.get(nearest, nearest) - nearest
+            return NormalDist(expected, off).cdf(self.limit)
+
+        return {each: known[each] if each in known else chance(each) for each in policies}
 
     def _expected_s(
         self, run: Run, policies: list[Policy], compiled: list[Run]
@@ -232,7 +241,7 @@ class Search:
         order = {
             other: (len(axes ^ candidates.axes(other)), not outcome.fits, outcome.seconds)
             for other, outcome in self.tried.items()
-            if outcome.seconds < math.inf
+            if outcome.peak < math.inf
         }
         return min(order, key=order.__getitem__, default=None)
 
