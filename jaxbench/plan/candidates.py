@@ -132,7 +132,9 @@ def _other_values(run: Run) -> Iterator[tuple[str, str]]:
     execution, precision = run.execution, run.precision
     base, *changes = execution.xla_flags.split(",")
     if other := {"tuned": "guided", "guided": "tuned"}.get(base):
-        yield "execution.xla_flags", ",".join([other, *changes])
+        # The best limit of one schedule says nothing about the other one.
+        kept = [change for change in changes if not change.startswith(flags.IN_FLIGHT)]
+        yield "execution.xla_flags", ",".join([other, *kept])
     if run.data > 1 and run.parallelism.pipeline == 1:
         yield "execution.replica_sums", "layer" if execution.replica_sums == "step" else "step"
     if precision.dtype == "fp8":
