@@ -36,6 +36,9 @@ MARK = "<!-- searched -->"
 LARGEST = 5
 """The number of parts of the fastest step that are kept."""
 
+COLUMNS = "row s", "fastest s", "compiled", "may be faster"
+"""What the document shows of a search as it is kept."""
+
 COPIES = re.compile(r"data \d+( x |$)")
 """The axis of model copies in the text of a mesh."""
 
@@ -95,11 +98,11 @@ def document() -> str:
     return "\n".join([
         f"{len(lines)} groups of rows are searched so far, {missing} are not.", "",
         *table(
-            ["recipe", "GPU", "GPUs", "forecast / published", "compiled", "may be faster",
-             "parts of the step, %"],
+            ["recipe", "GPU", "GPUs", "forecast / published", "row s", "fastest s", "compiled",
+             "may be faster", "parts of the fastest step, %"],
             (
-                [*name, f"{ratio:.2f}" if ratio else "", line["compiled"], line["may be faster"],
-                 line["largest parts"]]
+                [*name, f"{ratio:.2f}" if ratio else "",
+                 *(line[column] for column in COLUMNS), line["largest parts"]]
                 for ratio, name, line in lines
             ),
         ),
