@@ -98,8 +98,8 @@ def document() -> str:
     return "\n".join([
         f"{len(lines)} groups of rows are searched so far, {missing} are not.", "",
         *table(
-            ["recipe", "GPU", "GPUs", "forecast / published", "row s", "fastest s", "compiled",
-             "may be faster", "parts of the fastest step, %"],
+            ["recipe", "GPU", "GPUs", "forecast / published", *COLUMNS,
+             "parts of the fastest step, %"],
             (
                 [*name, f"{ratio:.2f}" if ratio else "",
                  *(line[column] for column in COLUMNS), line["largest parts"]]

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from typing import Any
 
 from jaxbench.base.errors import RecipeError
@@ -30,6 +30,7 @@ from jaxbench.recipe.settings import (
     Run,
 )
 from jaxbench.xla import flags
+from jaxbench.xla.collectives import Collective
 
 POLICY = "execution.remat", "execution.offload"
 """The settings of a candidate's policy."""
@@ -78,8 +79,7 @@ network (docs/reference/xla_flags.md, *Collectives in flight*). Where a guided s
 allows eight, is good, a tuned one with as many may be better."""
 
 OVERLAPPED = "fsdp", "data"
-"""Axes whose collectives need not wait for the layer that runs: of weights and of their gradients.
-"""
+"""Axes that carry weights and their gradients. These need not wait for the layer that runs."""
 
 parameters, model_flops = cache(flops.parameters), cache(flops.model_flops)
 
@@ -379,15 +379,14 @@ def policy_s(run: Run, policy: Policy, step_s: float, gpu: Gpu) -> float:
     return sum(max(0.0, seconds - share * step_s) for share in HIDDEN) - step_s * policy.spared
 
 
-def layout_s(
-    run: Run, base: Run, parts_s: dict[str, float], step_s: float, gpu: Gpu
-) -> float:  # fmt: skip
+def layout_s(run: Run, base: Run, parts_s: dict[str, float], step_s: float, gpu: Gpu) -> float:
     """Seconds that we expect another layout and other options to add to the step of a compiled
     candidate, `base`, from the parts of its plan (`plan.parts`): the bubble, what is exposed on
     each axis, and what is sent over axes that the base does not have, since its plan does not show
     that. It is rough, and only orders candidates."""
     result = (run.bubble - base.bubble) * parts_s.get("products", step_s)
-    sent_s = {axis: (_sent_s(run, axis, gpu), _sent_s(base, axis, gpu)) for axis in AXES}
+    of_run, of_base = _sent_s(run, gpu), _sent_s(base, gpu)
+    sent_s = {axis: (of_run.get(axis, 0.0), of_base.get(axis, 0.0)) for axis in AXES}
     for name, seconds in parts_s.items():
         axes = name.removeprefix("exposed: ")
         if name == axes or axes == "host":
@@ -400,35 +399,40 @@ def layout_s(
     return result
 
 
-def _sent_s(run: Run, axis: str, gpu: Gpu) -> float:
-    """Seconds for which a rank sends over an axis in a step, at the rate of its links: weights for
-    each microbatch on `fsdp`, gradients on `data`, activations on the others. Collectives are
-    rings."""
-    p, size = run.parallelism, run.mesh_shape[AXES.index(axis)]
+def _sent_s(run: Run, gpu: Gpu) -> dict[str, float]:
+    """The least seconds for which a rank sends over each axis in use in a step."""
+    p, embed = run.parallelism, run.model.embed
     every = activations(run.model, run.batch.sequence_length)
+    nothing = Activation(0, 0)
+    keys_values = every.get("key", nothing).features + every.get("value", nothing).features
+    dispatched = every.get("dispatched", nothing).features
+    weights = parameters(run.model)["total"]
     tokens = BF16 * run.device_tokens * run.accumulation
-    weights, others = parameters(run.model)["total"], (size - 1) / size
-    features = {name: activation.features for name, activation in every.items()}
+    of_rank = tokens / p.pipeline
+    bytes_of_rank = BF16 * weights * run.accumulation / (p.pipeline * p.expert * p.tensor)
+    # The kind of the collectives, the bytes of their results, and how often each is sent.
     sent = {
-        # Both passes gather the weights, and the gradients are scattered.
-        "fsdp": 3 * BF16 * others * weights * run.accumulation / (p.ranks / p.fsdp / p.context),
-        # Sums are scattered and gathered again.
-        "data": 2 * run.gradient_bytes * others * weights / p.ranks,
         # Each chunk passes its result on, and gets a gradient back.
-        "pipeline": 2 * tokens * run.model.embed * p.virtual_stages,
-        # Each pass gathers the input of a mixer and scatters its result.
-        "tensor": 4 * tokens * (size - 1) * run.model.embed * len(run.model.mixers) / p.pipeline,
-        # Both passes gather keys and values, and their gradients are scattered.
-        "context": 3 * tokens * (size - 1) * (features.get("key", 0) + features.get("value", 0))
-        / p.pipeline,
+        "pipeline": ("collective-permute", tokens * embed * p.virtual_stages, 2),
+        "data": ("all-reduce", run.gradient_bytes * weights / p.ranks, 1),
+        # Both passes gather the weights, and the gradients are scattered.
+        "fsdp": ("all-gather", bytes_of_rank, 3),
         # Each pass sends tokens to their experts and back.
-        "expert": 4 * tokens * others * features.get("dispatched", 0) / p.pipeline,
-    }[axis] * (size > 1)  # fmt: skip
-    stride = math.prod(run.mesh_shape[AXES.index(axis) + 1 :])
-    if stride * size <= gpu.domain:
-        return sent / (gpu.nvlink * 1e9)
-    # The ranks of a domain share what the axis sends to other domains.
-    return sent / (gpu.nic * 1e9 * max(1, gpu.domain // stride))
+        "expert": ("all-to-all", of_rank * dispatched, 4),
+        # Both passes gather keys and values, and their gradients are scattered.
+        "context": ("all-gather", of_rank * p.context * keys_values, 3),
+        # Each pass gathers the input of a mixer and scatters its result.
+        "tensor": ("all-gather", of_rank * p.tensor * embed * len(run.model.mixers), 4),
+    }
+    result, stride = {}, 1
+    for axis, size in reversed([*zip(AXES, run.mesh_shape, strict=True)]):
+        ranks = tuple(range(0, stride * size, stride))
+        groups = tuple(pairwise(ranks)) if axis == "pipeline" else (ranks,)
+        kind, size_bytes, times = sent[axis]
+        if size > 1:
+            result[axis] = times * Collective(kind, round(size_bytes), groups).seconds(gpu)
+        stride *= size
+    return result
 
 
 def _remaining(run: Run, base: Run, axes: str) -> float:

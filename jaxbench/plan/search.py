@@ -40,8 +40,8 @@ BATCH = min(4, os.cpu_count() or 1)
 at a time, so a repeated search chooses the same candidates."""
 
 WORTH = 0.99
-"""Another policy of a layout is compiled if we expect it to take less than this share of the best
-step."""
+"""Another policy of the best candidate is compiled if we expect it to take less than this share of
+the best step."""
 
 DOUBT = 0.03
 """Another layout or option is compiled unless we expect it to be slower than the best candidate by
@@ -120,7 +120,8 @@ class Search:
 
     def _next_to(self, best: Run) -> list[Run]:
         """What is worth compiling next to the fastest candidates, the most promising first."""
-        enough_s = (1 + DOUBT) * self.tried[best].seconds
+        best_s = self.tried[best].seconds
+        enough_s = (1 + DOUBT) * best_s
         fastest = [run for run, o in self.tried.items() if o.fits and o.seconds < enough_s]
 
         def promising(runs: Iterable[Run]) -> dict[Run, float]:
@@ -136,12 +137,13 @@ class Search:
         other = candidates.other_options(best, self.fixed)
         single += [run for run in other if known_slower.isdisjoint(options(run))]
         found = promising(single)
-        faster = [run for run in found if found[run] > enough_s - self.tried[best].seconds]
+        # Only changes that by themselves promise to be faster than the best one.
+        faster = [run for run in found if found[run] > enough_s - best_s]
         first = sorted(faster, key=found.__getitem__, reverse=True)[:PAIRED]
         pairs = (merged(one, other, best) for one, other in combinations(first, 2))
         found |= promising(run for run in pairs if run and least_state(run) <= self.limit)
         again = self._most_promising(best, enough_s)
-        if again and again[1] > enough_s - WORTH * self.tried[best].seconds:
+        if again and again[1] > enough_s - WORTH * best_s:
             found[again[0]] = again[1]
         return sorted(found, key=found.__getitem__, reverse=True)
 
@@ -201,18 +203,19 @@ class Search:
         return [each for each in every if candidates.host_bytes(run, each) <= host] or every
 
     def _chances(self, run: Run, policies: list[Policy]) -> dict[Policy, float]:
-        """The probability that a run fits with each of these policies."""
+        """The probability that a run fits with each of these policies. It is known for what was
+        compiled. Otherwise the estimate is off by as much as on the nearest candidate of this
+        layout, or else on the one that is most alike."""
         here = [o for o in self.tried if layout(o) == layout(run) and self.tried[o].peak < math.inf]
         near = here or [*filter(None, [self._most_alike(run)])]
-        peaks = {estimated_peak(other): self.tried[other].peak for other in near}
+        off = {(size := estimated_peak(o)): self.tried[o].peak - size for o in near} or {0.0: 0.0}
         known = {candidates.policy_of(o): float(self.tried[o].fits) for o in self._same(run)}
-        off = (OFF_POLICY if here else OFF_LAYOUT) * self.limit
+        deviation = (OFF_POLICY if here else OFF_LAYOUT) * self.limit
 
         def chance(policy: Policy) -> float:
             estimate = estimated_peak(run, policy)
-            nearest = min(peaks, key=lambda each: abs(each - estimate), default=estimate)
-            expected = estimate + peaks.get(nearest, nearest) - nearest
-            return NormalDist(expected, off).cdf(self.limit)
+            nearest = min(off, key=lambda size: abs(size - estimate))
+            return NormalDist(estimate + off[nearest], deviation).cdf(self.limit)
 
         return {each: known[each] if each in known else chance(each) for each in policies}
 
@@ -222,9 +225,8 @@ class Search:
         """The seconds that we expect of a step with each of these policies, from the fastest
         candidate that was `compiled` with the run's layout and options, or else from the one that
         is most alike. If the times of nothing are known, the seconds only order policies."""
-        base = min(
-            compiled, key=lambda other: self.tried[other].seconds, default=self._most_alike(run)
-        )
+        fastest = min(compiled, key=lambda other: self.tried[other].seconds, default=None)
+        base = fastest or self._most_alike(run)
         step_s = without_policy_s = 1.0
         if base and self.tried[base].seconds < math.inf:
             step_s = self.tried[base].seconds

@@ -189,6 +189,8 @@ def test_a_search_starts_at_the_row_and_goes_on_beside_it():
     assert len(seen) == len(set(seen))
     assert seen[0] == run
     assert candidates.distance(run, seen[1]) <= 1
+    for at, each in enumerate(seen[1:], 1):
+        assert min(candidates.distance(each, other) for other in seen[:at]) <= 2
     assert seconds(searching.best()) < seconds(run)
 
 
