@@ -163,8 +163,8 @@ def test_llama2_70b_on_64_gpus_fits_and_recomputes_nothing(llama2):
 )
 def test_microbatches_share_host_memory(remat, offload, features):
     """XLA unrolls the loop over microbatches, and would allocate for two of them at once."""
-    row = Compiled("llama31_70b_bf16", 64, "model.layers=8", f"execution.remat={remat}",
-                   f"execution.offload={offload}")  # fmt: skip
+    row = Compiled("llama31_70b_bf16", 64, "model.layers=8", "batch.microbatch=1",
+                   f"execution.remat={remat}", f"execution.offload={offload}")  # fmt: skip
     assert (row.run.accumulation, row.run.microbatch) == (2, 1)
     assert offloaded_bytes(row.compiled) == 8 * 8192 * features * 2
 
