@@ -235,7 +235,7 @@ def on_cpu(name: str, product: str) -> dict[str, float]:
     sums = np.stack([x64[of == e].T @ y64[of == e] for e in range(3)])
     a, b, rows, exact = {
         "forward": (x, w, permuted, np.einsum("RD,RDN->RN", x64, w64[of])),
-        "input": (y, w, filled, np.einsum("RN,RDN->RD", y64, w64[of])),
+        "input": (y, w, permuted, np.einsum("RN,RDN->RD", y64, w64[of])),
         "weights": (x, y, slice(None), sums),
     }[product]
     device = SimpleNamespace(

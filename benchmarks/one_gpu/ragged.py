@@ -66,8 +66,7 @@ def with_gathers(dot: Callable, name: str, a: jax.Array, b: jax.Array, groups: G
     """A ragged dot in place of ours: with gathers of arriving rows before or after it."""
     take = partial(jnp.take, axis=0, mode="fill", fill_value=0)
     counts = jnp.diff(groups.ends, prepend=0).astype(jnp.int32) * BLOCK
-    y = dot(name, a if name == "from_permuted" else take(a, groups.row), b, counts)
-    return take(y, groups.place) if name == "from_permuted" else y
+    return dot(name, a if name == "from_permuted" else take(a, groups.row), b, counts)
 
 
 def hoppers() -> Iterator[tuple[str, Callable]]:

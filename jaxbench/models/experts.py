@@ -134,7 +134,7 @@ class Experts(nnx.Module):
             outputs = self._batched_matmuls(tokens, slot_gates, *weights)
         else:
             outputs = self._grouped_matmuls(tokens, slot_gates, groups, implementation, *weights)
-        y, kept = combine(outputs, routes), routes.slot != grouped.NONE
+        y, kept = combine(outputs, routes), routes.kept
         if self.biases is not None:
             y += self._output_biases(self.biases.down[...].astype(y.dtype), gates, experts, kept)
         return y, mesh.sum_seq(~kept, axis=(1, 2))

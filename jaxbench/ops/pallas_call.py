@@ -157,18 +157,13 @@ def add_product(total: Array, a: Array, b: Array) -> Array:
     return _add_fp8_product(total, a, b) if a.itemsize == 1 else total + product(a, b)
 
 
-def tile_at(x: Any, rows: Array, first: Array | int, width: int) -> tuple[Any, Array]:
-    """Selects a tile by row indices, inside a kernel. Returns (features `first` to `first` +
-    `width` of these rows, a mask of the rows that lie inside the array)."""
+def load_rows(x: Any, rows: Array, first: Array | int, width: int) -> Array:
+    """Loads features `first` to `first` + `width` of these rows, inside a kernel. Rows that lie
+    beyond the array are zero."""
     shape = (rows.size, width)
     index = jnp.broadcast_to(rows[:, None], shape)
     features = first + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    return x.at[index, features], index < x.shape[0]
-
-
-def load_rows(x: Any, rows: Array, first: Array | int, width: int) -> Array:
-    """Loads a tile by row indices, inside a kernel. Rows that lie beyond the array are zero."""
-    tile, filled = tile_at(x, rows, first, width)
+    tile, filled = x.at[index, features], index < x.shape[0]
     return triton.load(tile, mask=filled, other=jnp.zeros((), x.dtype))
 
 

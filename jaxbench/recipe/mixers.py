@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxbench.recipe.checks import divides, not_negative, positive, require
-from jaxbench.recipe.slots import enough, variance
+from jaxbench.recipe.slots import enough, reach, variance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,10 +301,11 @@ class ExpertsConfig:
     """consecutive tokens of a sequence over which the capacity of an expert is counted"""
     rank_capacity_factor: float | None = None
     """without a `capacity_factor`: a rank has this factor times a fair share of slots for the
-    tokens that another rank sends to its experts (Megatron's `moe_expert_rank_capacity_factor`
-    counts all senders together). Tokens beyond the slots are dropped and counted; a factor of
-    `expert` x `tensor` drops none. `null` stands for as many slots as routing `random` needs to
-    drop none, and for a factor of 1.5 with any other routing"""
+    tokens that another rank sends it, and for their assignments to its experts (Megatron's
+    `moe_expert_rank_capacity_factor` counts assignments of all senders together). What exceeds the
+    slots is dropped and counted; a factor of `expert` x `tensor` drops none. `null` stands for as
+    many slots as routing `random` needs to drop none, and for a factor of 1.5 with any other
+    routing"""
     slots: Literal["shared", "own"] = "shared"
     """without a `capacity_factor`: whether the experts of a rank share its slots. With `own` each
     expert has slots of its own where tokens arrive, by the same factor, and one batched matmul,
@@ -388,6 +389,14 @@ class ExpertsConfig:
         choice of experts can need. A single rank has a slot for every assignment."""
         most = tokens * min(self.top_k, self.count // ranks)
         return most if ranks == 1 else min(self._slots(tokens, ranks), most)
+
+    def token_slots(self, tokens: int, ranks: int) -> int:
+        """The slots that a device with so many tokens has for those that it sends to each rank. A
+        token is sent once to each rank that has any of its experts."""
+        of_token = reach(self.count, self.top_k, self.groups, self.top_groups, ranks)
+        if self.rank_capacity_factor is None and self.routing == "random":
+            return min(enough(tokens, of_token, of_token * (1 - of_token)), tokens)
+        return min(math.ceil(tokens * of_token * (self.rank_capacity_factor or LEARNED)), tokens)
 
     def _slots(self, tokens: int, places: int) -> int:
         """Slots for those of so many tokens that choose one of `places`: experts, or ranks."""

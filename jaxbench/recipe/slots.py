@@ -22,6 +22,22 @@ def enough(tokens: int, mean: float, variance: float) -> int:
     return math.ceil(tokens * mean + DEVIATIONS * math.sqrt(tokens * variance) + SKEW)
 
 
+def reach(count: int, top_k: int, groups: int, top_groups: int, ranks: int) -> float:
+    """The probability that at least one of a token's experts is on one of so many ranks.
+
+    A token chooses `top_groups` of `groups`, and then equally many experts of each chosen group,
+    both without replacement and each with the same probability. Real tokens choose a little less
+    evenly among the experts of their groups, so this is an upper bound, by up to 8 %. Without
+    groups it is exact.
+    """
+    on_rank, size = max(1, groups // ranks), count // groups
+    in_group = count // ranks // on_rank  # the rank's experts of each of its groups
+    chosen = top_k // top_groups
+    no_group = math.comb(groups - on_rank, top_groups) / math.comb(groups, top_groups)
+    no_expert = math.comb(size - in_group, chosen) / math.comb(size, chosen)
+    return (1 - no_group) * (1 - no_expert)
+
+
 def variance(count: int, top_k: int, groups: int, top_groups: int, ranks: int) -> float:
     """The variance of the number of a token's experts that are on one of so many ranks.
 

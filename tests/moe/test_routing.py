@@ -1,5 +1,6 @@
 """Routing and dispatch against loops over tokens."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, permutations, product
@@ -21,7 +22,7 @@ from jaxbench.models.experts import Experts
 from jaxbench.ops.draws import Counters
 from jaxbench.ops.grouped import NONE
 from jaxbench.ops.moe import routing
-from jaxbench.ops.moe.dispatch import expert_routes, rank_routes
+from jaxbench.ops.moe.maps import expert_maps, once_per_rank, rank_maps
 from jaxbench.recipe import flops
 from jaxbench.recipe.mixers import ExpertsConfig
 from jaxbench.train.step import first_sequences
@@ -201,8 +202,8 @@ def test_no_assignment_and_no_gradient_is_lost():
     gates = jnp.asarray(RNG.uniform(size=(1, 32, 2)), jnp.float32)
     experts = jnp.asarray(np.stack([RNG.permutation(8)[:2] for _ in range(32)])[None])
     makers = (
-        (lambda *args: (expert_routes(*args), None), with_capacity),
-        (lambda _, *args: rank_routes(*args), without),
+        (lambda *args: (expert_maps(*args), None), with_capacity),
+        (lambda _, *args: rank_maps(*args), without),
     )
     for make, cfg in makers:
         with mesh_of(run):
@@ -213,6 +214,80 @@ def test_no_assignment_and_no_gradient_is_lost():
         assert np.sum(assignment != NONE) == placed.size
     np.testing.assert_array_equal(sent[0], np.bincount(experts.reshape(-1), minlength=8))
     assert placed.size == 64
+
+
+@pytest.mark.parametrize("factor", [4, 1.0], ids=["room for all", "too few slots"])
+@pytest.mark.parametrize("top_k", [2, 6], ids=["by number", "by expert"])
+def test_a_token_is_sent_once_to_each_rank_of_its_experts(top_k, factor):
+    """Four ranks with four experts each. If there are too few slots, no token has a use without a
+    slot, nor a slot without a use."""
+    cfg = ExpertsConfig(count=16, top_k=top_k, ffn=8, rank_capacity_factor=factor)
+    experts = np.stack([RNG.permutation(16)[:top_k] for _ in range(64)])[None]
+    with mesh_of(tiny_grok("parallelism.expert=4", devices=4)):
+        before, _ = rank_maps(jnp.asarray(experts), cfg)
+        maps, crossing, uses = jax.tree.map(
+            np.asarray, jax.jit(partial(once_per_rank, cfg=cfg))(jnp.asarray(experts), before)
+        )
+    slots, of_rank = cfg.token_slots(64, 4), cfg.rank_slots(64, 4)
+    assert uses.slot.shape == (4 * slots, min(top_k, 4))
+    ranks, kept = experts[0] // 4, maps.slot[0] != NONE
+    if factor == 4:
+        assert kept.all()
+    for rank in range(4):
+        sent = crossing.assignment[rank * slots : (rank + 1) * slots]
+        tokens = sent[sent != NONE] // top_k
+        wanted = np.flatnonzero((ranks == rank).any(axis=1))
+        if factor == 4:
+            np.testing.assert_array_equal(tokens, wanted)
+        assert np.all(np.diff(tokens) > 0)
+        assert set(tokens) <= set(wanted)
+        for i in range(slots):
+            used = uses.slot[rank * slots + i]
+            # The assignments' slots, in which the rank finds the token's expert.
+            found = np.sort(used[used != NONE])
+            token = sent[i] // top_k if sent[i] != NONE else None
+            here = (
+                [] if token is None else maps.slot[0, token][kept[token] & (ranks[token] == rank)]
+            )
+            np.testing.assert_array_equal(
+                found, np.sort(here) - (rank * of_rank if len(here) else 0)
+            )
+            for number, slot in enumerate(used):
+                if slot != NONE:
+                    assert uses.use[rank * of_rank + slot] == i * used.size + number
+    assert np.sum(uses.use != NONE) == np.sum(uses.slot != NONE) == kept.sum()
+    # Each token's first assignment to a rank has its slot, the others have none.
+    first = np.array([[r not in row[:j] for j, r in enumerate(row)] for row in ranks])
+    if factor == 4:
+        np.testing.assert_array_equal(crossing.slot[0] != NONE, first)
+    assert not first.all()
+
+
+def test_the_bytes_of_an_exchange_are_those_of_distinct_tokens():
+    """Eight ranks with two experts each, in bf16: forward and backward, there and back."""
+    settings = "count: 16, top_k: 4, capacity_factor: null"
+    run = tiny_grok("parallelism.expert=8", f"model.experts={{{settings}}}", devices=8)
+    cfg = run.model.experts
+    with mesh_of(run):
+        layer = jax.jit(lambda: Experts(run.model, cfg, key=jax.random.key(0)))()
+
+        def value(layer, x):
+            return jnp.sum(layer(x, context_of(cfg))[0].astype(jnp.float32))
+
+        spec = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
+        x = jax.device_put(jnp.zeros((8, 32, 64), jnp.bfloat16), spec)
+        compiled = jax.jit(jax.value_and_grad(value, (0, 1))).lower(layer, x).compile()
+    # An array for each of the ranks.
+    to_rank = cfg.token_slots(32, 8) * 64
+    moved = [
+        math.prod(dims)
+        for i, _, _ in Program.parse(compiled.as_text()).walk()
+        if i.kind == "all-to-all"
+        for _, dims in i.arrays
+    ]
+    assert moved.count(to_rank) == 4 * 8
+    assert sum(moved) - 4 * 8 * to_rank < to_rank  # slots and gates
+    assert to_rank < cfg.rank_slots(32, 8) * 64
 
 
 def test_experts_have_whole_blocks_of_slots():

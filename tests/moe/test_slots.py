@@ -8,8 +8,9 @@ import pytest
 
 from jaxbench.base.hardware import PLANNED
 from jaxbench.recipe import recipes
+from jaxbench.recipe.families import MODELS
 from jaxbench.recipe.mixers import SLOTS, ExpertsConfig
-from jaxbench.recipe.slots import DEVIATIONS, SKEW, enough, variance
+from jaxbench.recipe.slots import DEVIATIONS, SKEW, enough, reach, variance
 
 ROUTED = {
     "DeepSeek-V3": (256, 8, 8, 4),
@@ -41,6 +42,33 @@ def test_the_variance_is_that_of_random_tokens_or_a_little_more(model):
         assert least < on_rank.var(axis=0).mean() / variance(*ROUTED[model], ranks) < 1.03
     p = ROUTED[model][1] / ROUTED[model][0]
     assert math.isclose(variance(*ROUTED[model], ROUTED[model][0]), p * (1 - p))
+
+
+@pytest.mark.parametrize("model", ROUTED)
+def test_a_token_reaches_as_many_ranks_as_random_tokens_or_a_few_more(model):
+    """The mean of 8,000 tokens and all ranks is exact to 1 %. Only groups of experts make the
+    probability larger than needed."""
+    on_expert = chosen(8_000, *ROUTED[model])
+    groups = ROUTED[model][2]
+    for ranks in (2, 8, 16, 64):
+        reached = on_expert.reshape(len(on_expert), ranks, -1).any(axis=-1).mean()
+        least = 0.92 if groups > 1 else 0.99
+        assert least < reached / reach(*ROUTED[model], ranks) < 1.01
+    count, top_k = ROUTED[model][:2]
+    assert math.isclose(reach(*ROUTED[model], count), top_k / count)
+    assert reach(*ROUTED[model], 1) == 1
+
+
+def test_tokens_need_fewer_slots_than_their_assignments():
+    """A token of DeepSeek-V3 has eight experts in four of eight groups."""
+    experts = MODELS["deepseek_v3"].experts
+    random = replace(experts, routing="random")
+    assert 0.5 < random.token_slots(32_768, 8) / 32_768 < 0.52
+    assert 1.0 < random.rank_slots(32_768, 8) / 32_768 < 1.06
+    # Any choice of experts finds slots with a factor of as many ranks.
+    every = replace(experts, routing="learned", rank_capacity_factor=8)
+    assert every.token_slots(1_000, 8) == 1_000
+    assert replace(every, rank_capacity_factor=None).token_slots(1_000, 8) == 750
 
 
 def test_one_number_of_tokens_in_a_trillion_is_above_the_slots():

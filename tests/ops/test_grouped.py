@@ -126,9 +126,9 @@ def test_products_of_each_row(case):
     x, y, w = (jnp.asarray(a, dtype) for a in (x, y, RNG.normal(size=(4, D, N))))
     exact = [np.asarray(a, np.float64) for a in (x, y, w)]
 
-    permuted, arriving, gradient = np.zeros(y.shape), np.zeros(x.shape), np.zeros(w.shape)
+    permuted, back, gradient = np.zeros(y.shape), np.zeros((len(y), D)), np.zeros(w.shape)
     permuted[place[filled]] = np.einsum("RD,RDN->RN", exact[0][filled], exact[2][group])
-    arriving[filled] = np.einsum("RN,RDN->RD", exact[1][place[filled]], exact[2][group])
+    back[place[filled]] = np.einsum("RN,RDN->RD", exact[1][place[filled]], exact[2][group])
     for row, e in zip(filled, group, strict=True):
         gradient[e] += np.outer(exact[0][row], exact[1][place[row]])
 
@@ -137,7 +137,7 @@ def test_products_of_each_row(case):
     eps = EPS32 * 30 if dtype == jnp.float32 else EPS16
     for actual, expected in (
         (to_permuted(x, w, groups), permuted),
-        (np.asarray(from_permuted(y, w, groups), np.float64)[filled], arriving[filled]),
+        (from_permuted(y, w, groups), back),
         (weights(x, y, groups), gradient),
     ):
         actual = np.asarray(actual, np.float64)
@@ -169,8 +169,8 @@ def test_rows_with_several_uses(name):
     to_permuted, from_permuted, weights = PRODUCTS[name]
     np.testing.assert_array_equal(to_permuted(tokens, w, several), to_permuted(copies, w, alone))
     np.testing.assert_array_equal(weights(tokens, y, several), weights(copies, y, alone))
-    each = np.asarray(from_permuted(y, w, alone), np.float64)
-    total = np.asarray(several.summed(from_permuted(y, w, several)), np.float64)
+    each = np.asarray(alone.arriving(from_permuted(y, w, alone)), np.float64)
+    total = np.asarray(several.arriving(from_permuted(y, w, several)), np.float64)
     expected = each.reshape(-1, uses, D).sum(1)
     np.testing.assert_allclose(total, expected, rtol=EPS16, atol=EPS16 * np.abs(each).max())
 
@@ -198,9 +198,7 @@ def test_a_matmul_is_the_same_with_all_sizes_that_a_tuner_may_choose(case):
     (case,) = choices.asked.values()
     tiles = {replace(sizes, launch=pallas.LAUNCHES[0]) for sizes in case.candidates}
     assert len(tiles) == (4 if dtype == "float8_e4m3fn" else 2)
-    arriving = np.asarray(groups.place) != NONE
-    defined = arriving if name == "from_permuted" else slice(None)
-    first, *others = (np.asarray(multiply(sizes=of), np.float32)[defined] for of in tiles)
+    first, *others = (np.asarray(multiply(sizes=of), np.float32) for of in tiles)
     assert np.abs(first).max() > 10
     for other in others:
         np.testing.assert_array_equal(other, first)
@@ -265,10 +263,8 @@ def test_products_of_fp8_operands(name, platform, monkeypatch):
         (weights(x, dy, groups, scales), xla.weights(wide[0], wide[2], groups)),
     ):
         assert actual.dtype == jnp.bfloat16
-        rows = np.asarray(groups.place) != NONE if len(actual) == len(x) else slice(None)
-        exact = 0.375 * np.asarray(expected, np.float64)[rows]
-        actual = np.asarray(actual, np.float64)[rows]
-        np.testing.assert_allclose(actual, exact, rtol=2**-8, atol=1e-4)
+        exact = 0.375 * np.asarray(expected, np.float64)
+        np.testing.assert_allclose(np.asarray(actual, np.float64), exact, rtol=2**-8, atol=1e-4)
 
 
 def rows_of(groups):
@@ -355,15 +351,15 @@ def test_kernels_of_block_scaled_products(dtype):
     def by_kernels(x, y, weights):
         both, results, transposed = [], [], []
         for a, side in ((x, "first"), (y, "last")):
-            _, rows = scaled.Kernels(groups).rows(a, side)
+            by = scaled.Kernels(groups)
+            _, rows = by.rows(a, side)
             both.append(
                 kernels.quantize_mxfp8(a[None], rows)
                 if dtype == "mxfp8"
                 else kernels.quantize_nvfp4(a[None], None, False, rows)
             )
             values, of_rows = (blocks.unpacked(of) for blocks in both[-1])
-            operands = values, weights[side].unpacked(of), side, groups
-            results.append(scaled.by_weight(*operands))
+            results.append(by.by_weight(values, weights[side].unpacked(of), side))
             transposed.append(of_rows)
         return both, results, scaled.of_weight(*transposed, groups)
 
@@ -376,13 +372,8 @@ def test_kernels_of_block_scaled_products(dtype):
             for part, exact in ((a.values, b.values), (a.scales, b.scales)):
                 kept = taken[:: taken.size // part.shape[axis]]
                 np.testing.assert_array_equal(*(np.compress(kept, p, axis) for p in (part, exact)))
-    arrived = np.asarray(groups.place) != NONE
-    for a, b, kept in (
-        (actual_results[0], results[0], slice(None)),
-        (actual_results[1], results[1], arrived),
-        (actual_gradient, gradient, slice(None)),
-    ):
-        a, b = (np.asarray(x, np.float64)[kept] for x in (a, b))
+    for a, b in zip((*actual_results, actual_gradient), (*results, gradient), strict=True):
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
         # NVFP4's scale of both tensors multiplies a sum, or its terms: a rounding to bf16 apart.
         np.testing.assert_allclose(a, b, rtol=2**-7, atol=1e-5 * np.abs(b).max())
 
@@ -445,7 +436,7 @@ def test_tensor_cores_multiply_by_scales_of_blocks(dtype, tmp_path):
             values, transposed = (blocks.unpacked(of) for blocks in both)
             of_rows.append(transposed)
             weight = weights[side].unpacked(of)
-            results.append(scaled.by_weight(values, weight, side, groups))
+            results.append(scaled.by_weight(values, weight, groups))
         return *results, scaled.of_weight(*of_rows, groups)
 
     options = {"xla_dump_to": str(tmp_path), "xla_dump_emitter_re": ".*"}

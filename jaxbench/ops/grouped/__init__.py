@@ -4,8 +4,8 @@ reserved for them. (Only `batched` multiplies all that is reserved: groups of on
 
 Rows *arrive* on a device in the order in which other ranks sent them, with gaps. A matmul can work
 on *permuted* rows: sorted by group, with each group padded to whole blocks of `BLOCK` rows. We
-write no permuted copy of the arriving rows. A matmul into the permuted order gathers its rows, and
-a matmul out of it scatters its rows.
+write no permuted copy of the arriving rows: a matmul into the permuted order gathers its rows. The
+results of a matmul out of it are permuted too, and gathered and added up for each arriving row.
 
 Letters: A rows that arrive, R permuted rows, E groups, D features of arriving rows, N features of
 permuted rows. There is one file for each implementation. The registry here chooses among them; the
@@ -45,18 +45,17 @@ Weight = nnx.Variable | quantized.Operand
 class Implementation(implementations.Implementation):
     """The three matmuls of one device's rows and groups, with weights `[E, D, N]`.
 
-    `to_permuted` multiplies arriving rows by the weights; its result is permuted rows.
-    `from_permuted` multiplies permuted rows by the transposed weights; its result has a row for
-    each use of an arriving row. `weights` multiplies both kinds of rows and sums over each group;
-    its result is the gradient of the weights.
+    `to_permuted` multiplies arriving rows by the weights. `from_permuted` multiplies permuted rows
+    by the transposed weights. The results of both are permuted rows, and zero for rows of padding.
+    `weights` multiplies both kinds of rows and sums over each group; its result is the gradient of
+    the weights.
 
-    A matmul of FP8 operands multiplies its result by their `scales`. Rows of padding are zero in
-    permuted results and undefined among arriving rows. `block_matmuls` makes the
+    A matmul of FP8 operands multiplies its result by their `scales`. `block_matmuls` makes the
     `block_scaled.Matmuls` of groups.
     """
 
     to_permuted: Callable[..., Float[Array, "R N"]]
-    from_permuted: Callable[..., Float[Array, "uses D"]]
+    from_permuted: Callable[..., Float[Array, "R D"]]
     weights: Callable[..., Float[Array, "E D N"]]
     block_matmuls: Callable[[Groups], Any]
 
@@ -152,7 +151,7 @@ class _GroupedMatmul:
         if self.into:
             y = implementation.to_permuted(x, matrices, groups, scales)
             return y.reshape(-1, *w.shape[2:])
-        return groups.summed(implementation.from_permuted(_flat(x, 1), matrices, groups, scales))
+        return groups.arriving(implementation.from_permuted(_flat(x, 1), matrices, groups, scales))
 
     def of_input(self, dy: Array, w: Array, groups: Groups, scales: Scales | None = None) -> Array:
         return replace(self, into=not self.into).result(dy, w, groups, scales)

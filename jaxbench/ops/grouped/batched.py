@@ -33,10 +33,9 @@ def to_permuted(
 
 def from_permuted(
     y: Float[Array, "R N"], w: Float[Array, "E D N"], groups: Groups, scales: Scales | None = None
-) -> Float[Array, "uses D"]:
+) -> Float[Array, "R D"]:
     """`Implementation.from_permuted`."""
-    x = _multiply("ERN,EDN->ERD", _split(y, groups), w, scales)
-    return take(_merged(x), groups.place)
+    return _merged(_multiply("ERN,EDN->ERD", _split(y, groups), w, scales))
 
 
 def weights(
@@ -78,7 +77,7 @@ class BlockMatmuls(Matmuls):
 
     def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
         y = _merged(multiply(rows, w))
-        return y if side == "first" else self.groups.summed(take(y, self.groups.place))
+        return y if side == "first" else self.groups.arriving(y)
 
 
 def _multiply(equation: str, a: Array, b: Array, scales: Scales | None) -> Array:

@@ -28,8 +28,9 @@ class Groups:
     without rows come last; their `group` is the number of groups. `ends` (`"E"`) is the number of
     blocks up to the end of each group. `expected` is the number of rows that plans count.
 
-    If `uses` is larger than 1, each arriving row is permuted to so many places, and results there
-    are added up. `row` and `place` then count uses, those of one arriving row after the other.
+    If `uses` is larger than 1, each arriving row is permuted to at most so many places, and results
+    there are added up. `row` and `place` then count uses, those of one arriving row after the
+    other; `place` is `NONE` for a use that is none.
     """
 
     row: Any
@@ -44,11 +45,11 @@ class Groups:
         """The arriving row of each permuted row, whatever the `uses`."""
         return self.row if self.uses == 1 else self.row // self.uses
 
-    def summed(self, results: Float[Array, "uses D"]) -> Float[Array, "A D"]:
-        """The sum of the results of each arriving row, in fp32."""
+    def arriving(self, results: Float[Array, "R D"]) -> Float[Array, "A D"]:
+        """The sum of the results of each arriving row, in fp32, from permuted results."""
         if self.uses == 1:
-            return results
-        parts = results.reshape(-1, self.uses, results.shape[1])
+            return take(results, self.place)
+        parts = take(results, self.place.reshape(-1, self.uses))
         return jnp.sum(parts.astype(jnp.float32), axis=1).astype(results.dtype)
 
     @property
@@ -124,7 +125,7 @@ def _maps(
     return row, place.reshape(-1)
 
 
-def take(x: Array, index: Int[Array, " R"]) -> Array:
+def take(x: Array, index: Int[Array, "*R"]) -> Array:
     """The rows of these indices; zeros for `NONE`."""
     return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
 

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
 from jaxbench.ops.grouped.groups import (
@@ -37,7 +36,6 @@ from jaxbench.ops.pallas_call import (
     add_product,
     call,
     load_rows,
-    tile_at,
     whole,
 )
 
@@ -134,21 +132,20 @@ def from_permuted(
     scales: Scales | None = None,
     *,
     sizes: Sizes,
-) -> Float[Array, "uses D"]:
+) -> Float[Array, "R D"]:
     """`Implementation.from_permuted`."""
     width = sizes.width
-    x = (groups.place.size, w.shape[1])
+    x = (groups.row.size, w.shape[1])
     return call(
         partial(_from_permuted, depth=sizes.depth), "grouped_from_permuted",
         (w.shape[1] // width, groups.group.size),
         {
             "y": (y, pl.BlockSpec((BLOCK, y.shape[1]), lambda d, b: (b, 0))),
             "w": (w, pl.BlockSpec((w.shape[0], width, w.shape[2]), lambda d, b: (0, d, 0))),
-            "row": (groups.row, pl.BlockSpec((BLOCK,), lambda d, b: (b,))),
             "group": (groups.group, pl.BlockSpec((1,), lambda d, b: (b,))),
             **scale_input(product_of(scales)),
         },
-        {"x": Output(x, result_dtype(y), pl.BlockSpec((x[0], width), lambda d, b: (0, d)))},
+        {"x": Output(x, result_dtype(y), pl.BlockSpec((BLOCK, width), lambda d, b: (b, d)))},
         sizes.launch, **_cost(w.shape, groups, (2, y.itemsize)),
     )["x"]  # fmt: skip
 
@@ -207,7 +204,7 @@ def _to_permuted(r: SimpleNamespace, *, depth: int, turned: bool) -> None:
 
 
 def _from_permuted(r: SimpleNamespace, *, depth: int) -> None:
-    rows, of = r.row[...], r.group[0]
+    of = r.group[0]
 
     def step(i, total):
         features = pl.ds(i * depth, depth)
@@ -215,9 +212,12 @@ def _from_permuted(r: SimpleNamespace, *, depth: int) -> None:
 
     @pl.when(of < r.w.shape[0])
     def _():
-        tile, filled = tile_at(r.x, rows, 0, r.x.shape[1])
-        total = scaled_sum(step, 0, r.y.shape[1] // depth, (BLOCK, r.x.shape[1]), r)
-        triton.store(tile, total.astype(r.x.dtype), mask=filled)
+        total = scaled_sum(step, 0, r.y.shape[1] // depth, r.x.shape, r)
+        r.x[...] = total.astype(r.x.dtype)
+
+    @pl.when(of == r.w.shape[0])
+    def _():
+        r.x[...] = jnp.zeros(r.x.shape, r.x.dtype)
 
 
 def _weights(r: SimpleNamespace, *, depth: int) -> None:

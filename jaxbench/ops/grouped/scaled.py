@@ -16,14 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
 from jaxbench.ops.grouped import xla
 from jaxbench.ops.grouped.groups import BLOCK, Groups
 from jaxbench.ops.grouped.pallas import LAUNCHES, Sizes, scale_input, scaled_sum
 from jaxbench.ops.kernel_sizes import tunable
-from jaxbench.ops.pallas_call import Inputs, Output, call, tile_at, whole
+from jaxbench.ops.pallas_call import Inputs, Output, call, whole
 from jaxbench.ops.quantized.block_formats import MXFP8, NVFP4, Blocks, as_bytes, dequantized
 from jaxbench.ops.quantized.block_scaled import Matmuls
 from jaxbench.ops.quantized.kernels import SPAN, Rows, multiplied
@@ -41,31 +40,30 @@ def candidates(width: int, depth: int | None = None) -> tuple[Sizes, ...]:
 def by_weight(
     x: Blocks,
     w: Blocks,
-    side: str,
     groups: Groups,
     *,
     sizes: Sizes,
 ) -> Float[Array, "R U"]:
-    """`Matmuls.by_weight` by a kernel. The result is permuted rows if `side` is `first`, else
-    the uses of arriving rows."""
+    """The permuted rows of `Matmuls.by_weight`, by a kernel."""
     count, kept, summed = w.values.shape
-    width, into = sizes.width, side == "first"
-    y = (groups.row.size if into else groups.place.size), kept
-    block, index = (BLOCK, width), lambda n, b: (b, n)
-    if not into:
-        block, index = (y[0], width), lambda n, b: (0, n)
+    width = sizes.width
     x_parts = _operand("x", x, (BLOCK,), lambda n, b: (b, 0))
     return call(
-        partial(_by_weight, into=into, step=_step(x, sizes.depth)), "grouped_scaled",
+        partial(_by_weight, step=_step(x, sizes.depth)), "grouped_scaled",
         (kept // width, groups.group.size),
         {
             **x_parts,
             **_operand("w", w, (count, width), lambda n, b: (0, n, 0)),
-            "row": (groups.row, pl.BlockSpec((BLOCK,), lambda n, b: (b,))),
             "group": (groups.group, pl.BlockSpec((1,), lambda n, b: (b,))),
             **_scale(x, w),
         },
-        {"y": Output(y, jnp.bfloat16, pl.BlockSpec(block, index))}, sizes.launch,
+        {
+            "y": Output(
+                (groups.row.size, kept), jnp.bfloat16,
+                pl.BlockSpec((BLOCK, width), lambda n, b: (b, n)),
+            )
+        },
+        sizes.launch,
         **_cost(groups, (count, kept, summed), x, x_parts, {"y": 2 * kept}),
     )["y"]  # fmt: skip
 
@@ -94,7 +92,7 @@ def of_weight(
     )["w"]  # fmt: skip
 
 
-def _by_weight(r: SimpleNamespace, *, into: bool, step: Callable) -> None:
+def _by_weight(r: SimpleNamespace, *, step: Callable) -> None:
     of = r.group[0]
 
     def add(i, total):
@@ -105,18 +103,11 @@ def _by_weight(r: SimpleNamespace, *, into: bool, step: Callable) -> None:
     @pl.when(of < r.w.shape[0])
     def _():
         steps = r.x.shape[1] // step(0)[0].size
-        total = scaled_sum(add, 0, steps, (BLOCK, r.y.shape[1]), r).astype(jnp.bfloat16)
-        if into:
-            r.y[...] = total
-        else:
-            tile, filled = tile_at(r.y, r.row[...], 0, r.y.shape[1])
-            triton.store(tile, total, mask=filled)
+        r.y[...] = scaled_sum(add, 0, steps, r.y.shape, r).astype(jnp.bfloat16)
 
-    if into:
-
-        @pl.when(of == r.w.shape[0])
-        def _():
-            r.y[...] = jnp.zeros(r.y.shape, r.y.dtype)
+    @pl.when(of == r.w.shape[0])
+    def _():
+        r.y[...] = jnp.zeros(r.y.shape, r.y.dtype)
 
 
 def _of_weight(r: SimpleNamespace, *, step: Callable) -> None:
@@ -201,8 +192,8 @@ class Kernels(Matmuls):
         return x, Rows(index, jnp.repeat(filled, BLOCK // SPAN), groups.multiplied)
 
     def by_weight(self, rows: Blocks, w: Blocks, side: str) -> Array:
-        y = by_weight(rows, w, side, self.groups)
-        return y if side == "first" else self.groups.summed(y)
+        y = by_weight(rows, w, self.groups)
+        return y if side == "first" else self.groups.arriving(y)
 
     def of_weight(self, first: Blocks, last: Blocks) -> Array:
         return of_weight(first, last, self.groups)
@@ -218,7 +209,7 @@ class Dequantized(Kernels):
         if side == "first":
             y = xla.to_permuted(wide, weights.swapaxes(1, 2), _of_permuted(self.groups))
         else:
-            y = self.groups.summed(xla.from_permuted(wide, weights, self.groups))
+            y = self.groups.arriving(xla.from_permuted(wide, weights, self.groups))
         return y.astype(jnp.bfloat16)
 
     def of_weight(self, first: Blocks, last: Blocks) -> Array:

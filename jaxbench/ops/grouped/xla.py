@@ -30,9 +30,9 @@ def to_permuted(
 
 def from_permuted(
     y: Float[Array, "R N"], w: Float[Array, "E D N"], groups: Groups, scales: Scales | None = None
-) -> Float[Array, "uses D"]:
+) -> Float[Array, "R D"]:
     """`Implementation.from_permuted`."""
-    return take(_rows("bRN,bDN->bRD", _blocks(y), _copies(w, groups), scales), groups.place)
+    return _rows("bRN,bDN->bRD", _blocks(y), _copies(w, groups), scales)
 
 
 def weights(

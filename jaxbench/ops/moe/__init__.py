@@ -1,5 +1,5 @@
-"""A mixture of experts, except its matmuls: `routing` chooses experts, and `dispatch` exchanges
-tokens between their own ranks and the ranks of their experts.
+"""A mixture of experts, except its matmuls: `routing` chooses experts, `maps` gives tokens their
+slots, and `dispatch` exchanges them between their own ranks and the ranks of their experts.
 
 Dimension letters are as in `ops`.
 """

@@ -1,22 +1,8 @@
 """Dispatch of tokens to the ranks of their experts, and combine. Both are exchanges of static size
-that use index maps.
+that use the index maps of `ops.moe.maps`.
 
-The tokens that a device sends are permuted by expert and fill *slots*; some slots stay empty. There
-are two index maps, each the inverse of the other: from a slot to its assignment, and from an
-assignment to its slot. Dispatch and combine are therefore gathers, forward and backward. They need
-no one-hot matmuls and no scatter, and they sum in the same order in every run.
-
-Example with a capacity: four tokens a, b, c, d with k = 1, and two experts with capacity 2 each.
-Tokens a, b and c are assigned to expert 0, with gates 0.9, 0.5 and 0.7, and d to expert 1. Expert 0
-takes the two largest gates, so b is dropped:
-
-    slot                  0  1  2  3          assignment        a     b     c     d
-    assignment of slot    a  c  d  NONE       slot of it        0     NONE  1     2
-
-The same tokens dropless, with two ranks that hold one expert each, and 3 slots for each rank:
-
-    slot                  0  1  2  3  4     5          assignment   a  b  c  d
-    assignment of slot    a  b  c  d  NONE  NONE       slot of it   0  1  2  3
+Dispatch and combine are gathers, forward and backward. They need no one-hot matmuls and no scatter,
+and they sum in the same order in every run.
 
 Dimension letters are as in `ops`; T tokens of one device, R its slots.
 """
@@ -32,24 +18,28 @@ from jaxtyping import Array, Float, Int
 
 from jaxbench import mesh
 from jaxbench.ops.grouped import NONE, Groups, equal_groups, group
+from jaxbench.ops.moe.maps import (
+    Maps,
+    Uses,
+    expert_maps,
+    once_per_rank,
+    rank_maps,
+    with_room,
+)
 from jaxbench.ops.moe.routing import busiest_share
 from jaxbench.ops.remat import ALWAYS, save
 from jaxbench.recipe.mixers import ExpertsConfig
 
 
 class Routes(NamedTuple):
-    """The slot of each assignment, and the assignment of each slot. `NONE` means that there is
-    none.
-
-    `slot` is `"batch shard_seq assignment"`. `assignment` is `"slots"` and counts a device's local
-    assignments. In dropless mode `groups` are the arriving tokens, by local expert. Within one rank
-    nothing is sent: `slot` is then the row among those that are permuted by expert, and
-    `assignment` is None.
+    """How tokens are sent. `maps` are the `Maps` of what is sent, and None if nothing is, within
+    one rank. `kept` (`"batch shard_seq assignment"`) is false for an assignment that is dropped.
+    `groups` are the `Groups` of arriving tokens, by local expert, or None with a capacity.
     """
 
-    slot: Any
-    assignment: Any
-    groups: Any = None
+    maps: Any
+    kept: Any
+    groups: Any
 
 
 def dispatch(
@@ -62,56 +52,59 @@ def dispatch(
 
     With a capacity, tokens and gates are `"experts capacity .."`, and empty slots are zero.
     Dropless, both are `"slots .."`. Tokens are then in the order in which they arrive, at most
-    `cfg.rank_slots` from each rank; gates are permuted by expert, as the results of the matmuls are
-    (`ops.grouped`). Within one rank all tokens have arrived already, each for `top_k` uses.
+    `cfg.token_slots` from each rank, and each is used by one or more experts; gates are permuted by
+    expert, as the results of the matmuls are (`ops.grouped`). Within one rank all tokens have
+    arrived already.
 
-    Dropless tokens for the experts of a rank share slots on their way, even if each expert has
-    slots of its own: what one sender has for one expert is little, so it would need far more
+    Dropless assignments to the experts of a rank share slots, even if each expert has slots of its
+    own where they arrive: what one sender has for one expert is little, so it would need far more
     padding.
     """
     ranks = mesh.ranks("experts")
 
-    def in_slots(x, gates, routes):
-        slot, assignment = routes.slot, routes.assignment
-        tokens = permute(x.reshape(-1, x.shape[-1]), slot.reshape(-1, cfg.top_k), assignment)
-        return tokens, permute(gates.reshape(-1, 1), slot.reshape(-1, 1), assignment)
-
     def with_capacity(x, gates, experts):
-        routes = _kept(expert_routes(gates, experts, cfg))
-        arrays = [y.reshape(cfg.count, -1, y.shape[-1]) for y in in_slots(x, gates, routes)]
+        maps = _saved(expert_maps(gates, experts, cfg))
+        arrays = _tokens(x, maps), _gates(gates, maps)
+        arrays = [y.reshape(cfg.count, -1, y.shape[-1]) for y in arrays]
         tokens, slot_gates = _exchange(arrays, 0, 1)
+        routes = Routes(maps, maps.slot != NONE, None)
         return tokens, save(slot_gates[..., 0], ALWAYS), routes
 
     def dropless(x, gates, experts):
-        routes, sent = rank_routes(experts, cfg)
-        received, slots = _exchange(sent, 0, 0), routes.assignment.size // ranks
+        maps, sent = rank_maps(experts, cfg)
+        received, slots = _exchange(sent, 0, 0), maps.assignment.size // ranks
         capacity = cfg.capacity(ranks * experts.size // cfg.top_k)
         if cfg.slots == "own":
-            groups = equal_groups(received, slots, capacity)
+            by_slot = equal_groups(received, slots, capacity)
         else:
-            groups = group(received, slots, _expected(experts.size, cfg, ranks * slots))
+            by_slot = group(received, slots, _expected(experts.size, cfg, ranks * slots))
         if ranks == 1:
-            groups = _from_tokens(groups, routes, cfg.top_k)
-            routes = Routes(groups.place.reshape(experts.shape), None)
-            tokens, slot_gates = x.reshape(-1, x.shape[-1]), gates.reshape(-1, 1)
-        elif cfg.slots == "own":
+            uses = Uses(maps.slot.reshape(-1, cfg.top_k), maps.assignment)
+            groups = _saved(_of_tokens(by_slot, uses))
+            routes = Routes(None, groups.place.reshape(experts.shape) != NONE, groups)
+            slot_gates = permute(gates.reshape(-1, 1), groups.place[:, None], groups.row)
+            return x.reshape(-1, x.shape[-1]), save(slot_gates[:, 0], ALWAYS), routes
+        if cfg.slots == "own":
             before = _exchange(jnp.cumsum(received, axis=0) - received, 0, 0)
-            slot = _with_room(routes.slot, experts, sent, capacity - before, slots)
-            routes = routes._replace(slot=slot)
-        routes, groups = _kept((routes, groups))
-        if ranks > 1:
-            tokens, slot_gates = _exchange(in_slots(x, gates, routes), 0, 0)
-        slot_gates = permute(slot_gates, groups.place[:, None], groups.row)
-        return tokens, save(slot_gates[:, 0], ALWAYS), routes._replace(groups=groups)
+            maps = with_room(maps, experts, sent, capacity - before)
+        maps, crossing, uses = once_per_rank(experts, maps, cfg)
+        maps, crossing = _saved((maps, crossing))
+        order = _saved((by_slot.place[:, None], by_slot.row))
+        groups = _saved(_of_tokens(by_slot, _arrived(uses, ranks)))
+        tokens, slot_gates = _exchange((_tokens(x, crossing), _gates(gates, maps)), 0, 0)
+        slot_gates = permute(slot_gates, *order)
+        routes = Routes(crossing, maps.slot != NONE, groups)
+        return tokens, save(slot_gates[:, 0], ALWAYS), routes
 
     def spec(dims: str) -> PartitionSpec:
         return mesh.spec(dims, mesh.ACTIVATION)
 
     local = dropless if cfg.dropless else with_capacity
     dims = "slots" if cfg.dropless else "experts capacity"
+    of_assignments = spec("batch shard_seq assignment")
     routes_spec = Routes(
-        slot=spec("batch shard_seq assignment"),
-        assignment=None if cfg.dropless and ranks == 1 else spec("slots"),
+        maps=None if cfg.dropless and ranks == 1 else Maps(of_assignments, spec("slots")),
+        kept=of_assignments,
         groups=spec("slots") if cfg.dropless else None,
     )
     out_specs = spec(f"{dims} embed"), spec(dims), routes_spec
@@ -119,47 +112,58 @@ def dispatch(
     return save(tokens, "dispatched"), slot_gates, routes
 
 
-def _kept(maps: Any) -> Any:
+def _saved(maps: Any) -> Any:
     """Index maps that the backward pass does not compute again."""
     return jax.tree.map(partial(save, name=ALWAYS), maps)
 
 
-def _from_tokens(groups: Groups, routes: Routes, top_k: int) -> Groups:
-    """Groups of a device's tokens, each with `top_k` uses, from the groups of the slots of
-    `routes`."""
-    row = jnp.take(routes.assignment, groups.row, mode="fill", fill_value=NONE)
-    place = jnp.take(groups.place, routes.slot.reshape(-1), mode="fill", fill_value=NONE)
-    return replace(groups, row=row, place=place, uses=top_k)
+def _tokens(x: Float[Array, "B S D"], maps: Maps) -> Float[Array, "R D"]:
+    """The tokens of slots."""
+    slot = maps.slot.reshape(-1, maps.slot.shape[-1])
+    return permute(x.reshape(-1, x.shape[-1]), slot, maps.assignment)
 
 
-def _with_room(
-    slot: Int[Array, "B S k"],
-    experts: Int[Array, "B S k"],
-    sent: Int[Array, "n e"],
-    room: Int[Array, "n e"],
-    slots: int,
-) -> Int[Array, "B S k"]:
-    """The slots of assignments for which their expert has room; `NONE` for the others. `sent` is
-    the number of tokens for each expert of each rank, which are in this order in the `slots` of the
-    rank. `room` says how many of them the expert takes."""
-    first = (jnp.cumsum(sent, axis=1) - sent).reshape(-1)
-    index = slot % slots - first[experts]
-    return jnp.where(index < room.reshape(-1)[experts], slot, NONE)
+def _gates(gates: Float[Array, "B S k"], maps: Maps) -> Float[Array, "R 1"]:
+    """The gates of slots."""
+    return permute(gates.reshape(-1, 1), maps.slot.reshape(-1, 1), maps.assignment)
+
+
+def _of_tokens(groups: Groups, uses: Uses) -> Groups:
+    """Groups of arriving tokens with several uses each, from the groups of their assignments."""
+    row = jnp.take(uses.use, groups.row, mode="fill", fill_value=NONE)
+    place = jnp.take(groups.place, uses.slot.reshape(-1), mode="fill", fill_value=NONE)
+    return replace(groups, row=row, place=place, uses=uses.slot.shape[-1])
+
+
+def _arrived(sent: Uses, ranks: int) -> Uses:
+    """The uses of the tokens that arrive from all ranks, from those that each rank sends."""
+    slots, uses = sent.use.size // ranks, sent.slot.size // ranks
+    parts = [part.reshape(ranks, -1) for part in sent]
+    together = _exchange(jnp.concatenate(parts, axis=1), 0, 0)
+    slot, use = jnp.split(together, [uses], axis=1)
+    sender = jnp.arange(ranks)[:, None]
+    slot = jnp.where(slot == NONE, NONE, slot + slots * sender)
+    use = jnp.where(use == NONE, NONE, use + uses * sender)
+    return Uses(slot.reshape(sent.slot.shape), use.reshape(-1))
 
 
 def combine(outputs: Float[Array, "*R D"], routes: Routes) -> Float[Array, "B S D"]:
-    """Sends the outputs back, as the inverse of `dispatch`, and sums them over each token's
-    assignments. A dropped assignment adds nothing."""
-
-    def local(outputs, slot, assignment):
-        if assignment is None:
-            return outputs.reshape(*slot.shape[:2], -1)
-        outputs = _exchange(outputs, outputs.ndim - 2, 0).reshape(-1, outputs.shape[-1])
-        tokens = unpermute(outputs, slot.reshape(-1, slot.shape[-1]), assignment)
-        return tokens.reshape(*slot.shape[:2], -1)
+    """Sends the outputs back, as the inverse of `dispatch`, and adds up what comes back for each
+    token: an output of each rank, or with a capacity of each expert. A dropped assignment adds
+    nothing."""
 
     out = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
-    return mesh.on_each_device(local, out)(outputs, routes.slot, routes.assignment)
+    if routes.maps is None:
+        flat = mesh.on_each_device(lambda y, kept: y.reshape(*kept.shape[:2], -1), out)
+        return flat(outputs, routes.kept)
+
+    def local(outputs, maps):
+        outputs = _exchange(outputs, outputs.ndim - 2, 0).reshape(-1, outputs.shape[-1])
+        slot = maps.slot
+        tokens = unpermute(outputs, slot.reshape(-1, slot.shape[-1]), maps.assignment)
+        return tokens.reshape(*slot.shape[:2], -1)
+
+    return mesh.on_each_device(local, out)(outputs, routes.maps)
 
 
 def split_batch(arrays: Any, parts: int) -> list:
@@ -217,66 +221,6 @@ unpermute.defvjp(
     lambda permuted, *maps: (unpermute(permuted, *maps), maps),
     lambda maps, cotangent: (permute(cotangent, *maps), None, None),
 )
-
-
-def expert_routes(
-    gates: Float[Array, "B S k"], experts: Int[Array, "B S k"], cfg: ExpertsConfig
-) -> Routes:
-    """The routes of a device whose experts have a capacity.
-
-    Each expert takes the tokens with the largest gates from every group of `capacity_tokens` tokens
-    (Megatron's policy `probs`). Of equal gates the first wins. Slots are ordered by expert, group
-    of tokens, and gate.
-    """
-    capacity = cfg.capacity(cfg.capacity_tokens)
-    expert = experts.reshape(-1, cfg.capacity_tokens * cfg.top_k)
-    groups, size = expert.shape
-    by_gate = jnp.argsort(-gates.reshape(expert.shape), axis=-1)
-    by_expert = jnp.argsort(jnp.take_along_axis(expert, by_gate, axis=-1), axis=-1)
-    order = jnp.take_along_axis(by_gate, by_expert, axis=-1)
-    load = jnp.sum(expert[..., None] == jnp.arange(cfg.count), axis=1, dtype=jnp.int32)
-    first = jnp.cumsum(load, axis=-1) - load  # sorted position of each expert's assignments
-
-    group = jnp.arange(groups)[:, None]
-    index = jnp.argsort(order, axis=-1) - jnp.take_along_axis(first, expert, axis=-1)
-    slot = (expert * groups + group) * capacity + index
-    slot = jnp.where(index < capacity, slot, NONE)
-
-    index, start = jnp.arange(capacity), (first + group * size)[..., None]
-    position = jnp.where(index < load[..., None], start + index, NONE)
-    position = position.swapaxes(0, 1).reshape(-1)
-    order = (order + group * size).reshape(-1)
-    assignment = jnp.take(order, position, mode="fill", fill_value=NONE)
-    return Routes(slot.reshape(experts.shape), assignment)
-
-
-def rank_routes(
-    experts: Int[Array, "B S k"], cfg: ExpertsConfig
-) -> tuple[Routes, Int[Array, "n e"]]:
-    """The routes of a device whose experts share the slots of their rank. Returns (routes, the
-    number of tokens that each of n ranks gets for each of its e experts).
-
-    Slots are ordered by rank, expert, and token. If a rank has too few slots, the tokens of its
-    last experts are dropped first. That biases the run, so a run that dropped any tokens is not
-    comparable.
-    """
-    ranks = mesh.ranks("experts")
-    slots = cfg.rank_slots(experts.size // cfg.top_k, ranks)
-    expert = experts.reshape(-1)
-    order = jnp.argsort(expert)
-    load = jnp.sum(expert[:, None] == jnp.arange(cfg.count), axis=0, dtype=jnp.int32)
-    ends = jnp.cumsum(load.reshape(ranks, -1), axis=1)
-    first = jnp.cumsum(ends[:, -1]) - ends[:, -1]  # sorted position of each rank's assignments
-
-    rank = expert // (cfg.count // ranks)
-    index = jnp.argsort(order) - first[rank]
-    slot = jnp.where(index < slots, rank * slots + index, NONE)
-
-    index = jnp.arange(slots)
-    position = jnp.where(index < ends[:, -1:], first[:, None] + index, NONE)
-    assignment = jnp.take(order, position.reshape(-1), mode="fill", fill_value=NONE)
-    sent = jnp.diff(jnp.minimum(ends, slots), axis=1, prepend=0)
-    return Routes(slot.reshape(experts.shape), assignment), sent
 
 
 def _expected(assignments: int, cfg: ExpertsConfig, slots: int) -> int:
