@@ -243,6 +243,9 @@ SLOTS = 128
 """The slots of an expert are a multiple of this, so that all tiles of its matmuls are full. It is
 large enough for an efficient matmul and small enough that little is padded."""
 
+ARRIVING = 64
+"""A multiple of this arrives, so that all tiles of the kernels that quantize tokens are full."""
+
 LEARNED = 1.5
 """`rank_capacity_factor` for a router that learns, unless it is set."""
 
@@ -392,11 +395,15 @@ class ExpertsConfig:
 
     def token_slots(self, tokens: int, ranks: int) -> int:
         """The slots that a device with so many tokens has for those that it sends to each rank. A
-        token is sent once to each rank that has any of its experts."""
+        token is sent once to each rank that has any of its experts. What arrives from all ranks is
+        a multiple of `ARRIVING` tokens, unless a device sends all that it has."""
         of_token = reach(self.count, self.top_k, self.groups, self.top_groups, ranks)
         if self.rank_capacity_factor is None and self.routing == "random":
-            return min(enough(tokens, of_token, of_token * (1 - of_token)), tokens)
-        return min(math.ceil(tokens * of_token * (self.rank_capacity_factor or LEARNED)), tokens)
+            needed = enough(tokens, of_token, of_token * (1 - of_token))
+        else:
+            needed = math.ceil(tokens * of_token * (self.rank_capacity_factor or LEARNED))
+        multiple = ARRIVING // math.gcd(ARRIVING, ranks)
+        return min(math.ceil(needed / multiple) * multiple, tokens)
 
     def _slots(self, tokens: int, places: int) -> int:
         """Slots for those of so many tokens that choose one of `places`: experts, or ranks."""

@@ -265,7 +265,7 @@ def test_a_token_is_sent_once_to_each_rank_of_its_experts(top_k, factor):
 
 def test_the_bytes_of_an_exchange_are_those_of_distinct_tokens():
     """Eight ranks with two experts each, in bf16: forward and backward, there and back."""
-    settings = "count: 16, top_k: 4, capacity_factor: null"
+    settings = "count: 16, top_k: 6, capacity_factor: null"
     run = tiny_grok("parallelism.expert=8", f"model.experts={{{settings}}}", devices=8)
     cfg = run.model.experts
     with mesh_of(run):
@@ -275,10 +275,10 @@ def test_the_bytes_of_an_exchange_are_those_of_distinct_tokens():
             return jnp.sum(layer(x, context_of(cfg))[0].astype(jnp.float32))
 
         spec = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
-        x = jax.device_put(jnp.zeros((8, 32, 64), jnp.bfloat16), spec)
+        x = jax.device_put(jnp.zeros((8, 64, 64), jnp.bfloat16), spec)
         compiled = jax.jit(jax.value_and_grad(value, (0, 1))).lower(layer, x).compile()
     # An array for each of the ranks.
-    to_rank = cfg.token_slots(32, 8) * 64
+    to_rank = cfg.token_slots(64, 8) * 64
     moved = [
         math.prod(dims)
         for i, _, _ in Program.parse(compiled.as_text()).walk()
@@ -287,7 +287,7 @@ def test_the_bytes_of_an_exchange_are_those_of_distinct_tokens():
     ]
     assert moved.count(to_rank) == 4 * 8
     assert sum(moved) - 4 * 8 * to_rank < to_rank  # slots and gates
-    assert to_rank < cfg.rank_slots(32, 8) * 64
+    assert to_rank < cfg.rank_slots(64, 8) * 64
 
 
 def test_experts_have_whole_blocks_of_slots():
