@@ -5,9 +5,9 @@ the tables of docs/design/experts.md.
 
 Each candidate computes the three products of `ops.grouped.Implementation` for the rows that one
 device of a recipe receives: from arriving rows to permuted ones, the transpose of that, and the
-gradient of the weights. Ragged dots take permuted rows, so we count the gathers before or after
-them too. The figures come from each compiled program: FLOPs over those that the tokens need, bytes,
-launches, temporaries, and the bound.
+gradient of the weights. Ragged dots take permuted rows, so we count the gathers before them too;
+the results of all candidates are gathered afterwards. The figures come from each compiled program:
+FLOPs over those that the tokens need, bytes, launches, temporaries, and the bound.
 
 The compiler does not know the FLOPs of kernels. Ours declare those of the expected rows; for
 kernels of others, `Candidate.multiplied` says them. The last table has what the kernels really
@@ -76,7 +76,7 @@ COUNTED: list[int] = []
 
 
 def by_dot(dot: Callable, product: str, a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
-    """A product by a ragged dot, with gathers around it."""
+    """A product by a ragged dot, with gathers before it."""
     return with_gathers(dot, PRODUCTS[product], a, b, groups)
 
 

@@ -63,7 +63,7 @@ def by_mosaic(
 
 
 def with_gathers(dot: Callable, name: str, a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
-    """A ragged dot in place of ours: with gathers of arriving rows before or after it."""
+    """A ragged dot in place of ours: with gathers of arriving rows before it."""
     take = partial(jnp.take, axis=0, mode="fill", fill_value=0)
     counts = jnp.diff(groups.ends, prepend=0).astype(jnp.int32) * BLOCK
     return dot(name, a if name == "from_permuted" else take(a, groups.row), b, counts)

@@ -19,6 +19,7 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.base.hardware import Gpu
 from jaxbench.recipe import flops
 from jaxbench.recipe.activations import BF16, Activation, activations, offloaded_features
+from jaxbench.recipe.mixers import ExpertsConfig
 from jaxbench.recipe.model import ModelConfig, repeating_blocks
 from jaxbench.recipe.settings import (
     AXES,
@@ -405,7 +406,8 @@ def _sent_s(run: Run, gpu: Gpu) -> dict[str, float]:
     every = activations(run.model, run.batch.sequence_length)
     nothing = Activation(0, 0)
     keys_values = every.get("key", nothing).features + every.get("value", nothing).features
-    dispatched = every.get("dispatched", nothing).features
+    experts = [m for m in run.model.mixers if isinstance(m, ExpertsConfig)]
+    dispatched = sum(m.copies_per_token(p.expert * p.tensor) * (m.latent or embed) for m in experts)
     weights = parameters(run.model)["total"]
     tokens = BF16 * run.device_tokens * run.accumulation
     of_rank = tokens / p.pipeline

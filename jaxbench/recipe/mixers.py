@@ -243,11 +243,15 @@ SLOTS = 128
 """The slots of an expert are a multiple of this, so that all tiles of its matmuls are full. It is
 large enough for an efficient matmul and small enough that little is padded."""
 
-ARRIVING = 64
-"""A multiple of this arrives, so that all tiles of the kernels that quantize tokens are full."""
+TOKEN_TILE = 64
+"""The tokens that arrive on a rank are a multiple of this, so that all tiles of the kernels that
+quantize them are full."""
 
 LEARNED = 1.5
 """`rank_capacity_factor` for a router that learns, unless it is set."""
+
+TYPICAL_TOKENS = 16_384
+"""About how many tokens a device sends at a time, for estimates."""
 
 TYPICAL = 1.1
 """About the factor that rows with random routing need, for estimates."""
@@ -396,14 +400,20 @@ class ExpertsConfig:
     def token_slots(self, tokens: int, ranks: int) -> int:
         """The slots that a device with so many tokens has for those that it sends to each rank. A
         token is sent once to each rank that has any of its experts. What arrives from all ranks is
-        a multiple of `ARRIVING` tokens, unless a device sends all that it has."""
+        a multiple of `TOKEN_TILE`, unless a device sends all that it has."""
         of_token = reach(self.count, self.top_k, self.groups, self.top_groups, ranks)
         if self.rank_capacity_factor is None and self.routing == "random":
             needed = enough(tokens, of_token, of_token * (1 - of_token))
         else:
             needed = math.ceil(tokens * of_token * (self.rank_capacity_factor or LEARNED))
-        multiple = ARRIVING // math.gcd(ARRIVING, ranks)
+        multiple = TOKEN_TILE // math.gcd(TOKEN_TILE, ranks)
         return min(math.ceil(needed / multiple) * multiple, tokens)
+
+    def copies_per_token(self, ranks: int) -> float:
+        """About how many slots there are for each token on its way to the ranks of its experts."""
+        if not self.dropless:
+            return self.slots_per_token
+        return ranks * self.token_slots(TYPICAL_TOKENS, ranks) / TYPICAL_TOKENS
 
     def _slots(self, tokens: int, places: int) -> int:
         """Slots for those of so many tokens that choose one of `places`: experts, or ranks."""

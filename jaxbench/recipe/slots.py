@@ -28,8 +28,11 @@ def reach(count: int, top_k: int, groups: int, top_groups: int, ranks: int) -> f
     A token chooses `top_groups` of `groups`, and then equally many experts of each chosen group,
     both without replacement and each with the same probability. Real tokens choose a little less
     evenly among the experts of their groups, so this is an upper bound, by up to 8 %. Without
-    groups it is exact.
+    groups it is exact. If ranks do not hold whole groups or equal parts of one, it is the bound of
+    a token that has no two experts on one rank.
     """
+    if groups % ranks and ranks % groups:
+        return min(1.0, top_k / ranks)
     on_rank, size = max(1, groups // ranks), count // groups
     in_group = count // ranks // on_rank  # the rank's experts of each of its groups
     chosen = top_k // top_groups

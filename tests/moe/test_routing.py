@@ -19,9 +19,11 @@ from jaxbench.base.errors import RecipeError
 from jaxbench.models.context import Context, Kernels, Sequences
 from jaxbench.models.decoder import Decoder
 from jaxbench.models.experts import Experts
+from jaxbench.ops import fp32_dot
 from jaxbench.ops.draws import Counters
 from jaxbench.ops.grouped import NONE
 from jaxbench.ops.moe import routing
+from jaxbench.ops.moe.dispatch import dispatch
 from jaxbench.ops.moe.maps import expert_maps, once_per_rank, rank_maps
 from jaxbench.recipe import flops
 from jaxbench.recipe.mixers import ExpertsConfig
@@ -377,6 +379,51 @@ def test_one_expert_that_gets_all(case, shared):
     np.testing.assert_allclose(out, expected, atol=200 * EPS32 * np.abs(expected).max())
     assert grads.keys() == exact.keys()
     for name, gradient in exact.items():
+        largest = np.abs(gradient).max()
+        np.testing.assert_allclose(grads[name], gradient, atol=400 * EPS32 * largest, err_msg=name)
+
+
+@pytest.mark.parametrize("slots", tiered(["shared"], ["shared", "own"]))
+def test_assignments_without_a_slot_are_counted_and_add_nothing(slots):
+    """Four ranks with four experts each, and too few slots for tokens with several uses. The
+    layer's outputs and gradients are those of all experts for the assignments that it keeps."""
+    factor = "capacity_factor: null, rank_capacity_factor: 0.8"
+    axes = "parallelism.expert=2", "parallelism.tensor=2", "parallelism.context=2"
+    settings = f"model.experts={{count: 16, top_k: 6, slots: {slots}, {factor}}}"
+    run = tiny_grok(*axes, settings, devices=8)
+    cfg = run.model.experts
+    x, cotangent = RNG.normal(size=(2, 8, 32, 64)).astype(np.float32)
+
+    def value(layer, x):
+        out, ((_, _, dropped),) = layer(x, context_of(cfg))
+        return jnp.sum(out * cotangent), (out, dropped)
+
+    def assignments(layer, x):
+        spec = mesh.spec("batch shard_seq assignment", mesh.ACTIVATION)
+        gates, experts = routing.choose(fp32_dot.dot(x, layer.router[...], spec), cfg)
+        return experts, dispatch(x, gates, experts, cfg)[2].kept
+
+    with mesh_of(run):
+        layer = jax.jit(lambda: Experts(run.model, cfg, key=jax.random.key(0)))()
+        spec = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
+        placed = jax.device_put(jnp.asarray(x), spec)
+        backward = jax.jit(jax.value_and_grad(value, (0, 1), has_aux=True))
+        (_, (out, dropped)), grads = backward(layer, placed)
+        experts, kept = map(np.asarray, jax.jit(assignments)(layer, placed))
+        grads = to_numpy(grads)
+    np.testing.assert_array_equal(dropped, np.sum(~kept, axis=(1, 2)))
+    assert 0.05 < np.mean(~kept) < 0.5
+    of_expert = np.any((experts[..., None] == np.arange(16)) & kept[..., None], axis=2)
+    layer = jax.tree.map(lambda w: jnp.asarray(np.asarray(w)), layer)
+
+    def exact(layer, x):
+        out = dense(layer, x, of_expert, cfg)
+        return jnp.sum(out * cotangent), out
+
+    (_, expected), wanted = jax.value_and_grad(exact, (0, 1), has_aux=True)(layer, jnp.asarray(x))
+    # Sums of up to 256 products in fp32.
+    np.testing.assert_allclose(out, expected, atol=200 * EPS32 * np.abs(expected).max())
+    for name, gradient in to_numpy(wanted).items():
         largest = np.abs(gradient).max()
         np.testing.assert_allclose(grads[name], gradient, atol=400 * EPS32 * largest, err_msg=name)
 

@@ -59,6 +59,11 @@ def test_a_token_reaches_as_many_ranks_as_random_tokens_or_a_few_more(model):
     assert reach(*ROUTED[model], 1) == 1
 
 
+def test_ranks_that_hold_uneven_parts_of_groups_have_slots_for_more():
+    on_rank = chosen(8_000, 24, 2, 6, 2).reshape(8_000, 4, 6).any(axis=-1).mean()
+    assert on_rank <= reach(24, 2, 6, 2, 4) == 0.5
+
+
 def test_tokens_need_fewer_slots_than_their_assignments():
     """A token of DeepSeek-V3 has eight experts in four of eight groups."""
     experts = MODELS["deepseek_v3"].experts

@@ -5,7 +5,8 @@ reserved for them. (Only `batched` multiplies all that is reserved: groups of on
 Rows *arrive* on a device in the order in which other ranks sent them, with gaps. A matmul can work
 on *permuted* rows: sorted by group, with each group padded to whole blocks of `BLOCK` rows. We
 write no permuted copy of the arriving rows: a matmul into the permuted order gathers its rows. The
-results of a matmul out of it are permuted too, and gathered and added up for each arriving row.
+results of a matmul out of it are left permuted; they are then gathered, and added up for each
+arriving row.
 
 Letters: A rows that arrive, R permuted rows, E groups, D features of arriving rows, N features of
 permuted rows. There is one file for each implementation. The registry here chooses among them; the
@@ -46,7 +47,8 @@ class Implementation(implementations.Implementation):
     """The three matmuls of one device's rows and groups, with weights `[E, D, N]`.
 
     `to_permuted` multiplies arriving rows by the weights. `from_permuted` multiplies permuted rows
-    by the transposed weights. The results of both are permuted rows, and zero for rows of padding.
+    by the transposed weights. The results of both are permuted rows, zero where operands are;
+    those of `from_permuted` are undefined in blocks without rows.
     `weights` multiplies both kinds of rows and sums over each group; its result is the gradient of
     the weights.
 

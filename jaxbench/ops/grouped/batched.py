@@ -3,8 +3,8 @@
 The padding is multiplied too. A plain matmul is so much faster than a grouped one on some GPUs that
 this pays (docs/design/experts.md). Rows are gathered into the slots of their group beforehand, FP8
 rows after they are quantized, and block-scaled rows by the kernel that quantizes them. That kernel
-is slower than a gather, so rows with several uses are quantized once each, and then gathered, where
-this saves time.
+is slower than a gather, so rows that have several uses on average are quantized once each, and then
+gathered, where this saves time.
 """
 
 from dataclasses import dataclass
@@ -22,6 +22,11 @@ from jaxbench.ops.quantized.block_scaled import Matmuls, multiply, quantize_acti
 from jaxbench.ops.quantized.kernels import BOTH, SPAN, Rows
 from jaxbench.ops.quantized.operand import multiply as multiply_fp8
 from jaxbench.recipe.settings import Precision
+
+FEWER = 0.75
+"""Quantizing arriving rows and gathering the results is faster than doing both at once with
+permuted rows if the arriving ones are fewer than this share: by the forecast's rates of about 2.5
+and 6.5 TB/s for a quantization and a gather."""
 
 
 def to_permuted(
@@ -62,7 +67,8 @@ class BlockMatmuls(Matmuls):
     ) -> tuple[Blocks, ...]:
         """`Matmuls.quantize`. Blocks along tokens have to be made of gathered rows, and the kernel
         that makes them makes those along features too if both are wanted."""
-        if side == "last" or self.groups.uses == 1 or wanted != (True, False):
+        few = x.shape[1] < FEWER * self.groups.row.size
+        if side == "last" or not few or wanted != (True, False):
             return super().quantize(x, precision, side, draw, wanted)
         (blocks,) = quantize_activation(x, precision, None, draw, wanted)
         take = partial(take_bytes, index=self.groups.source)

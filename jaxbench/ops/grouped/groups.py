@@ -59,10 +59,13 @@ class Groups:
         return min(self.expected + self.ends.size * BLOCK // 2, self.row.size)
 
     def of_equal_size(self) -> "Groups":
-        """Groups with these shapes that have as many rows as expected, equally many each."""
-        count = self.ends.size
+        """Groups with these shapes that have as many rows as expected, equally many each, spread
+        over all arriving rows. Their `place` is `NONE`, since no kernel reads it."""
+        count, uses = self.ends.size, self.place.size
         received = jnp.full((1, count), self.expected // count)
-        return replace(group(received, self.place.size, self.expected), uses=self.uses)
+        equal = group(received, self.row.size - count * (BLOCK - 1), self.expected)
+        row = jnp.where(equal.row == NONE, NONE, equal.row * max(1, uses // self.expected))
+        return replace(equal, row=row, place=jnp.full(uses, NONE), uses=self.uses)
 
 
 def group(received: Int[Array, "n E"], slots: int, expected: int) -> Groups:

@@ -146,7 +146,7 @@ def from_permuted(
             **scale_input(product_of(scales)),
         },
         {"x": Output(x, result_dtype(y), pl.BlockSpec((BLOCK, width), lambda d, b: (b, d)))},
-        sizes.launch, **_cost(w.shape, groups, (2, y.itemsize)),
+        sizes.launch, **_cost(w.shape, groups, (2, y.itemsize), groups.multiplied),
     )["x"]  # fmt: skip
 
 
@@ -215,10 +215,6 @@ def _from_permuted(r: SimpleNamespace, *, depth: int) -> None:
         total = scaled_sum(step, 0, r.y.shape[1] // depth, r.x.shape, r)
         r.x[...] = total.astype(r.x.dtype)
 
-    @pl.when(of == r.w.shape[0])
-    def _():
-        r.x[...] = jnp.zeros(r.x.shape, r.x.dtype)
-
 
 def _weights(r: SimpleNamespace, *, depth: int) -> None:
     of, steps = pl.program_id(2), BLOCK // depth
@@ -248,13 +244,16 @@ def scale_input(scale: Array | None) -> Inputs:
     )
 
 
-def _cost(w: tuple[int, ...], groups: Groups, itemsizes: tuple[int, int]) -> dict[str, Any]:
-    """FLOPs and bytes of a matmul for the expected number of rows. `itemsizes` are the item sizes
-    of arriving and of permuted rows."""
+def _cost(
+    w: tuple[int, ...], groups: Groups, itemsizes: tuple[int, int], x_rows: int | None = None
+) -> dict[str, Any]:
+    """FLOPs and bytes of a matmul for the expected number of rows. `itemsizes` are those of both
+    kinds of rows. `x_rows` is the number of rows with D features, the expected ones without it."""
     rows, (count, d, n) = groups.multiplied, w
+    x_rows = groups.expected if x_rows is None else x_rows
     return {
         "kind": "grouped",
         "flops": 2 * rows * d * n,
         "sizes": (count, -(-rows // count), n, d),
-        "touched": {"x": groups.expected * d * itemsizes[0], "y": rows * n * itemsizes[1]},
+        "touched": {"x": x_rows * d * itemsizes[0], "y": rows * n * itemsizes[1]},
     }

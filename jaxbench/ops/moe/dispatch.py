@@ -32,9 +32,10 @@ from jaxbench.recipe.mixers import ExpertsConfig
 
 
 class Routes(NamedTuple):
-    """How tokens are sent. `maps` are the `Maps` of what is sent, and None if nothing is, within
-    one rank. `kept` (`"batch shard_seq assignment"`) is false for an assignment that is dropped.
-    `groups` are the `Groups` of arriving tokens, by local expert, or None with a capacity.
+    """`maps` (`Maps`) say how tokens are sent and outputs return; they are None within one rank,
+    where nothing is sent. `kept` (`"batch shard_seq assignment"`) is false for an assignment that
+    is dropped. `groups` are the `Groups` of arriving tokens, by local expert, or None with a
+    capacity.
     """
 
     maps: Any
@@ -137,13 +138,12 @@ def _of_tokens(groups: Groups, uses: Uses) -> Groups:
 
 def _arrived(sent: Uses, ranks: int) -> Uses:
     """The uses of the tokens that arrive from all ranks, from those that each rank sends."""
-    slots, uses = sent.use.size // ranks, sent.slot.size // ranks
-    parts = [part.reshape(ranks, -1) for part in sent]
-    together = _exchange(jnp.concatenate(parts, axis=1), 0, 0)
-    slot, use = jnp.split(together, [uses], axis=1)
+    slots, of_slots = (part.reshape(ranks, -1) for part in sent)
+    together = _exchange(jnp.concatenate([slots, of_slots], axis=1), 0, 0)
+    slot, use = jnp.split(together, [slots.shape[1]], axis=1)
     sender = jnp.arange(ranks)[:, None]
-    slot = jnp.where(slot == NONE, NONE, slot + slots * sender)
-    use = jnp.where(use == NONE, NONE, use + uses * sender)
+    slot = jnp.where(slot == NONE, NONE, slot + of_slots.shape[1] * sender)
+    use = jnp.where(use == NONE, NONE, use + slots.shape[1] * sender)
     return Uses(slot.reshape(sent.slot.shape), use.reshape(-1))
 
 

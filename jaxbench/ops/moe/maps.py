@@ -10,15 +10,19 @@ takes the two largest gates, so b is dropped:
     slot                  0  1  2  3          assignment        a     b     c     d
     assignment of slot    a  c  d  NONE       slot of it        0     NONE  1     2
 
-Dropless, slots of assignments only say in which order a rank multiplies them. A token is sent once
-to each rank that has any of its experts, in slots of its own. Example with two tokens a and b, k =
-2, and two ranks that hold two experts each. Token a is assigned to experts 0 and 1, and b to
-experts 1 and 3. Rank 0 gets three assignments, but two tokens:
+Dropless, the slots of assignments hold their gates and say in which order a rank multiplies. A
+token is sent once to each rank that has any of its experts, in slots of its own, with the first of
+its assignments to the rank. Example with two tokens a and b, k = 2, and two ranks that hold two
+experts each. Token a is assigned to experts 0 and 1, and b to experts 1 and 3. Rank 0 gets three
+assignments, but two tokens. The maps of assignments, with three slots for each rank:
 
-    slot                  0   1   2   3   4     5         assignment   a0  a1  b0    b1
-    assignment of slot    a0  a1  b0  b1  NONE  NONE      slot of it   0   1   2     3
-    token of slot         a   b   b   NONE                slot of a token
-                                                          to be sent   0   NONE  1   2
+    slot                  0   1   2   3   4     5           assignment    a0  a1    b0  b1
+    assignment of slot    a0  a1  b0  b1  NONE  NONE        slot of it    0   1     2   3
+
+The maps of tokens, with two slots for each rank:
+
+    slot                  0   1   2   3                     assignment    a0  a1    b0  b1
+    assignment of slot    a0  b0  b1  NONE                  slot of it    0   NONE  1   2
 
 Dimension letters are as in `ops`; T tokens of one device, R its slots.
 """
@@ -134,9 +138,9 @@ def with_room(
 def once_per_rank(
     experts: Int[Array, "B S k"], maps: Maps, cfg: ExpertsConfig
 ) -> tuple[Maps, Maps, Uses]:
-    """The maps of tokens that are sent once to each rank, whatever the number of its experts that
-    they are for. Returns (`maps` without the assignments of tokens that find no slot, the maps of
-    the tokens, their uses).
+    """The maps of tokens, each of which is sent once to each rank that has any of its experts.
+    Returns (`maps` without the assignments of tokens that find no slot, the maps of the tokens,
+    their uses).
 
     Of a token's assignments to a rank, only the first has a slot in the maps of tokens. The slots
     of tokens are ordered by rank and token; if there are too few, the last tokens are dropped.
@@ -161,6 +165,7 @@ def once_per_rank(
     number = jnp.broadcast_to(jnp.arange(k), rank.shape) if uses == k else experts % local
     use = jnp.where(kept, of_token % slots * uses + number, NONE)
     use = jnp.take(use.reshape(-1), maps.assignment, mode="fill", fill_value=NONE)
+    maps = maps._replace(assignment=jnp.where(use == NONE, NONE, maps.assignment))
 
     token = crossing.assignment // k
     there, number, slot = (
