@@ -22,9 +22,9 @@ from jaxbench.ops.moe.maps import (
     Maps,
     Uses,
     expert_maps,
+    has_room,
     once_per_rank,
     rank_maps,
-    with_room,
 )
 from jaxbench.ops.moe.routing import busiest_share
 from jaxbench.ops.remat import ALWAYS, save
@@ -85,17 +85,18 @@ def dispatch(
             routes = Routes(None, groups.place.reshape(experts.shape) != NONE, groups)
             slot_gates = permute(gates.reshape(-1, 1), groups.place[:, None], groups.row)
             return x.reshape(-1, x.shape[-1]), save(slot_gates[:, 0], ALWAYS), routes
-        if cfg.slots == "own":
-            before = _exchange(jnp.cumsum(received, axis=0) - received, 0, 0)
-            maps = with_room(maps, experts, sent, capacity - before)
         maps, crossing, uses = once_per_rank(experts, maps, cfg)
         maps, crossing = _saved((maps, crossing))
         order = _saved((by_slot.place[:, None], by_slot.row))
         groups = _saved(_of_tokens(by_slot, _arrived(uses, ranks)))
         tokens, slot_gates = _exchange((_tokens(x, crossing), _gates(gates, maps)), 0, 0)
         slot_gates = permute(slot_gates, *order)
-        routes = Routes(crossing, maps.slot != NONE, groups)
-        return tokens, save(slot_gates[:, 0], ALWAYS), routes
+        kept = maps.slot != NONE
+        if cfg.slots == "own":
+            # Tokens do not wait for this exchange: what finds no room is left out where it arrives.
+            before = _exchange(jnp.cumsum(received, axis=0) - received, 0, 0)
+            kept = _saved(kept & has_room(maps, experts, sent, capacity - before))
+        return tokens, save(slot_gates[:, 0], ALWAYS), Routes(crossing, kept, groups)
 
     def spec(dims: str) -> PartitionSpec:
         return mesh.spec(dims, mesh.ACTIVATION)

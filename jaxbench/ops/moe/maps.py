@@ -30,7 +30,7 @@ Dimension letters are as in `ops`; T tokens of one device, R its slots.
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxbench import mesh
 from jaxbench.ops.grouped import NONE
@@ -124,15 +124,15 @@ def _in_slots(
     return Maps(slot, jnp.take(order, position.reshape(-1), mode="fill", fill_value=NONE))
 
 
-def with_room(
+def has_room(
     maps: Maps, experts: Int[Array, "B S k"], sent: Int[Array, "n e"], room: Int[Array, "n e"]
-) -> Maps:
-    """Only the slots of assignments for which their expert has room. `sent` is the number of
+) -> Bool[Array, "B S k"]:
+    """True for an assignment with a slot if its expert has room for it. `sent` is the number of
     assignments to each expert of each rank, which are in this order in the slots of the rank.
     `room` says how many of them the expert takes."""
     first = (jnp.cumsum(sent, axis=1) - sent).reshape(-1)
     index = maps.slot % (maps.assignment.size // len(sent)) - first[experts]
-    return maps._replace(slot=jnp.where(index < room.reshape(-1)[experts], maps.slot, NONE))
+    return index < room.reshape(-1)[experts]
 
 
 def once_per_rank(
