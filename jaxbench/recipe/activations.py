@@ -29,16 +29,16 @@ class Activation:
 
 
 @cache
-def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
-    """The activations of a model by name (`settings.SAVEABLE`), for sequences of `length`
-    tokens."""
+def activations(cfg: ModelConfig, length: int, pattern: str | None = None) -> dict[str, Activation]:
+    """The activations of a model by name (`settings.SAVEABLE`), for sequences of `length` tokens;
+    with a `pattern`, those of the layers that it names."""
     result: dict[str, Activation] = {}
 
     def add(name: str, features: float, work: float) -> None:
         before = result.get(name, Activation(0, 0))
         result[name] = Activation(before.features + features, before.flops + work)
 
-    for mixer in cfg.mixers:
+    for mixer in cfg.mixers if pattern is None else map(cfg.mixer, pattern):
         if isinstance(mixer, AttentionConfig):
             queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
             add("query", queries, 2 * cfg.embed * queries)
@@ -78,23 +78,25 @@ def activations(cfg: ModelConfig, length: int) -> dict[str, Activation]:
 
 
 def offloaded_features(cfg: ModelConfig, length: int, execution: Execution) -> float:
-    """The features per token that all layers together keep in host memory. The input of a layer
-    counts in each layer, even if a block has several layers.
+    """The features per token that all layers together keep in host memory.
 
+    A block of several layers keeps its own input, and an activation there if all of its layers do.
     A block that does not repeat keeps its activations on the device, and so needs no host memory.
     The last block of a stack keeps them there too, but its place in host memory is allocated.
     """
-    features = {name: a.features for name, a in activations(cfg, length).items()}
-    features[INPUT] = cfg.layers * cfg.embed
-    kept = execution.saved(cfg.layers) or {}
-    layers = {
-        name: max(0, count - kept.get(name, 0))
-        for name, count in execution.offloaded(cfg.layers).items()
-    }
-    total = sum(features.get(name, 0) * count for name, count in layers.items()) / cfg.layers
-    patterns = repeating_blocks(cfg)
-    repeated = sum(len(pattern) * times for pattern, times in patterns if times > 1)
-    return total * repeated / sum(len(pattern) * times for pattern, times in patterns)
+    offloaded, kept = execution.offloaded(cfg.layers), execution.saved(cfg.layers) or {}
+    mixers, stop, result = len(cfg.layer_patterns[0]), 0, 0.0
+    for pattern, times in repeating_blocks(cfg):
+        features = {name: a.features for name, a in activations(cfg, length, pattern).items()}
+        features[INPUT] = cfg.embed
+        for _ in range(times):
+            stop += len(pattern) // mixers
+            result += sum(
+                features.get(name, 0)
+                for name, layers in offloaded.items()
+                if kept.get(name, 0) < stop <= layers and times > 1
+            )
+    return result
 
 
 def host_bytes(run: Run) -> float:

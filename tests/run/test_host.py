@@ -26,6 +26,18 @@ def test_the_bytes_of_every_row_are_known_before_it_is_compiled():
     assert offloading > 40
 
 
+def test_a_block_keeps_what_all_of_its_layers_keep():
+    """Nemotron-H repeats a block of eleven layers ten times."""
+    recipe = recipes.load("nemotronh_56b_bf16").on(H100)
+
+    def needed(offload):
+        overrides = recipes.parse_overrides([f"execution.offload={offload}"])
+        return host_bytes(recipes.resolve(recipe, 32, overrides=overrides))
+
+    assert needed("mamba:66") == needed("mamba:73") == 0.6 * needed("mamba:110")
+    assert needed("input") == (10 + 4) * 2 * 8192 * 8192  # four blocks of two layers follow
+
+
 @pytest.mark.parametrize(
     ("needed", "share", "limit"),
     [(133.9, 230, 136), (70.0, 230, 72), (160.0, 230, 162), (12.0, 230, 64), (188.0, 180, 180)],
