@@ -402,10 +402,7 @@ class ExpertsConfig:
         token is sent once to each rank that has any of its experts. What arrives from all ranks is
         a multiple of `TOKEN_TILE`, unless a device sends all that it has."""
         of_token = reach(self.count, self.top_k, self.groups, self.top_groups, ranks)
-        if self.rank_capacity_factor is None and self.routing == "random":
-            needed = enough(tokens, of_token, of_token * (1 - of_token))
-        else:
-            needed = math.ceil(tokens * of_token * (self.rank_capacity_factor or LEARNED))
+        needed = self._enough(tokens, of_token, of_token * (1 - of_token))
         multiple = TOKEN_TILE // math.gcd(TOKEN_TILE, ranks)
         return min(math.ceil(needed / multiple) * multiple, tokens)
 
@@ -417,11 +414,16 @@ class ExpertsConfig:
 
     def _slots(self, tokens: int, places: int) -> int:
         """Slots for those of so many tokens that choose one of `places`: experts, or ranks."""
-        share, factor = self.top_k / places, self.rank_capacity_factor
+        of_token = variance(self.count, self.top_k, self.groups, self.top_groups, places)
+        return self._enough(tokens, self.top_k / places, of_token)
+
+    def _enough(self, tokens: int, mean: float, variance: float) -> int:
+        """Slots for so many tokens, if one needs `mean` slots, with this variance if routing is
+        random."""
+        factor = self.rank_capacity_factor
         if factor is None and self.routing == "random":
-            of_token = variance(self.count, self.top_k, self.groups, self.top_groups, places)
-            return enough(tokens, share, of_token)
-        return math.ceil(tokens * share * (factor or LEARNED))
+            return enough(tokens, mean, variance)
+        return math.ceil(tokens * mean * (factor or LEARNED))
 
 
 @dataclass(frozen=True, kw_only=True)

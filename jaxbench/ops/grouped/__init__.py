@@ -47,10 +47,9 @@ class Implementation(implementations.Implementation):
     """The three matmuls of one device's rows and groups, with weights `[E, D, N]`.
 
     `to_permuted` multiplies arriving rows by the weights. `from_permuted` multiplies permuted rows
-    by the transposed weights. The results of both are permuted rows, zero where operands are;
-    those of `from_permuted` are undefined in blocks without rows.
-    `weights` multiplies both kinds of rows and sums over each group; its result is the gradient of
-    the weights.
+    by the transposed weights. The results of both are permuted rows, zero where operands are; those
+    of `from_permuted` are undefined in blocks without rows. `weights` multiplies both kinds of rows
+    and sums over each group; its result is the gradient of the weights.
 
     A matmul of FP8 operands multiplies its result by their `scales`. `block_matmuls` makes the
     `block_scaled.Matmuls` of groups.

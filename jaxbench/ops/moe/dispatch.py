@@ -152,7 +152,6 @@ def combine(outputs: Float[Array, "*R D"], routes: Routes) -> Float[Array, "B S 
     """Sends the outputs back, as the inverse of `dispatch`, and adds up what comes back for each
     token: an output of each rank, or with a capacity of each expert. A dropped assignment adds
     nothing."""
-
     out = mesh.spec("batch shard_seq embed", mesh.ACTIVATION)
     if routes.maps is None:
         flat = mesh.on_each_device(lambda y, kept: y.reshape(*kept.shape[:2], -1), out)
