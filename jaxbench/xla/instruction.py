@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from jaxbench.base.errors import RunFailed
 
@@ -87,7 +88,7 @@ class Instruction:
         """The opcode, which is the same for an operation and for its asynchronous start."""
         return self.opcode.removesuffix("-start")
 
-    @property
+    @cached_property
     def target(self) -> str:
         """The target of a custom call; empty for other instructions."""
         return self.attribute(TARGET) or ""
@@ -101,7 +102,7 @@ class Instruction:
         """The name of the computation that is called as `body`, `condition` or `calls`."""
         return self.attribute(rf"\b{role}=%?([\w.\-]+)")
 
-    @property
+    @cached_property
     def callees(self) -> list[tuple[str, int]]:
         """The computations that are called, with their number of runs. If the compiler knows the
         trip count of a loop, the condition of the loop does not run: XLA counts the iterations on
@@ -118,7 +119,7 @@ class Instruction:
         """The computation that a fusion or an asynchronous wrapper runs."""
         return computations[self.callees[0][0]]
 
-    @property
+    @cached_property
     def branches(self) -> list[str]:
         """The computations of a conditional. It runs one of them."""
         if listed := self.attribute(r"branch_computations=\{([^}]*)\}"):
