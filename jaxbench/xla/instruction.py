@@ -103,7 +103,7 @@ class Instruction:
         return self.attribute(rf"\b{role}=%?([\w.\-]+)")
 
     @cached_property
-    def callees(self) -> list[tuple[str, int]]:
+    def callees(self) -> tuple[tuple[str, int], ...]:
         """The computations that are called, with their number of runs. If the compiler knows the
         trip count of a loop, the condition of the loop does not run: XLA counts the iterations on
         the host (`WhileThunk::ExecuteOnStream`)."""
@@ -113,13 +113,13 @@ class Instruction:
         found = [(name, self.trips) for name in names]
         if (condition := self.callee("condition")) and not self.attribute(TRIP_COUNT):
             found.append((condition, self.trips + 1))
-        return found
+        return tuple(found)
 
     def body(self, computations: "Computations") -> "Scope":
         """The computation that a fusion or an asynchronous wrapper runs."""
         return computations[self.callees[0][0]]
 
-    @cached_property
+    @property
     def branches(self) -> list[str]:
         """The computations of a conditional. It runs one of them."""
         if listed := self.attribute(r"branch_computations=\{([^}]*)\}"):

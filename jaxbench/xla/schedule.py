@@ -274,5 +274,5 @@ def peak(gpu: Gpu, dtype: str) -> float:
     return gpu.tflops[name]
 
 
-def _bodies(i: Instruction) -> list[tuple[str, int]]:
-    return i.callees if i.kind in ("while", "conditional", "call") else []
+def _bodies(i: Instruction) -> tuple[tuple[str, int], ...]:
+    return i.callees if i.kind in ("while", "conditional", "call") else ()
