@@ -228,21 +228,14 @@ def apply_block(
 def segments(cfg: ModelConfig, execution: Execution, precision: Precision) -> list[Segment]:
     """All layers as segments, in order.
 
-    Settings count layers as published: a layer of a transformer is attention and MLP. A block of
-    several layers saves an activation if all of its layers do.
+    Settings count layers as published: a layer of a transformer is attention and MLP.
     """
-    saved, offloaded = execution.saved(cfg.layers), execution.offloaded(cfg.layers)
     mixers = len(cfg.layer_patterns[0])
 
     def choices(pattern: str, first: int) -> tuple[Policy, frozenset[int]]:
         """What the block whose first layer is `first` saves, and its mixers in bf16."""
-        stop = first + len(pattern) // mixers
-
-        def saved_here(counts: dict[str, int]) -> frozenset[str]:
-            return frozenset(name for name, layers in counts.items() if stop <= layers)
-
-        on_device, on_host = saved_here(saved or {}), saved_here(offloaded)
-        policy = Policy(None if saved is None else on_device | on_host, on_host - on_device)
+        on_device, on_host = execution.kept(first + len(pattern) // mixers, cfg.layers)
+        policy = Policy(None if on_device is None else on_device | on_host, on_host)
         quantized_layers = cfg.layers - precision.last_bf16_layers
         in_bf16 = (n for n in range(len(pattern)) if first + n // mixers >= quantized_layers)
         return policy, frozenset(in_bf16)

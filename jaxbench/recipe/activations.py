@@ -80,22 +80,17 @@ def activations(cfg: ModelConfig, length: int, pattern: str | None = None) -> di
 def offloaded_features(cfg: ModelConfig, length: int, execution: Execution) -> float:
     """The features per token that all layers together keep in host memory.
 
-    A block of several layers keeps its own input, and an activation there if all of its layers do.
     A block that does not repeat keeps its activations on the device, and so needs no host memory.
     The last block of a stack keeps them there too, but its place in host memory is allocated.
     """
-    offloaded, kept = execution.offloaded(cfg.layers), execution.saved(cfg.layers) or {}
     mixers, stop, result = len(cfg.layer_patterns[0]), 0, 0.0
     for pattern, times in repeating_blocks(cfg):
         features = {name: a.features for name, a in activations(cfg, length, pattern).items()}
         features[INPUT] = cfg.embed
         for _ in range(times):
             stop += len(pattern) // mixers
-            result += sum(
-                features.get(name, 0)
-                for name, layers in offloaded.items()
-                if kept.get(name, 0) < stop <= layers and times > 1
-            )
+            _, on_host = execution.kept(stop, cfg.layers)
+            result += sum(features.get(name, 0) for name in on_host if times > 1)
     return result
 
 

@@ -252,6 +252,22 @@ class Execution:
         )
         return counts
 
+    def kept(self, stop: int, layers: int) -> tuple[frozenset[str] | None, frozenset[str]]:
+        """(what a block saves on the device, None without remat; what it saves in host memory).
+
+        The block is the one whose last layer is number `stop` of `layers`. It saves an activation
+        if all of its layers do.
+        """
+
+        def of_block(counts: dict[str, int]) -> frozenset[str]:
+            return frozenset(name for name, saving in counts.items() if stop <= saving)
+
+        saved, on_host = self.saved(layers), of_block(self.offloaded(layers))
+        if saved is None:
+            return None, on_host
+        on_device = of_block(saved)
+        return on_device, on_host - on_device
+
 
 @cache
 def _layer_counts(
